@@ -1,0 +1,1 @@
+"""The tier file: its schema and how it is loaded."""

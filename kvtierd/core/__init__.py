@@ -1,0 +1,1 @@
+"""The pure core: decides, never acts. No clock, socket, file, thread or event loop is known here."""

@@ -1,0 +1,162 @@
+"""The vocabulary that every room shares: keys, layouts, metadata, tiers' labels and block states.
+
+The public names of :mod:`kvtierd.client` (``BlockKey``, ``BlockMeta``, ``Group``, ``Layout``, ``Scope``,
+``KeyState``) are defined here and are promises.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+KeyHash = Annotated[bytes, Meta(min_length=1, max_length=64)]
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Index = Annotated[int, Meta(ge=0, le=1 << 31)]
+Name = Annotated[str, Meta(max_length=4096)]
+Seconds = Annotated[float, Meta(ge=0, le=3600)]
+
+
+class Medium(enum.StrEnum):
+    """Where a tier keeps bytes, spelt as vLLM >= 0.27 spells it on the wire."""
+
+    CPU = "CPU"
+    STORAGE = "STORAGE"
+
+
+class Locality(enum.StrEnum):
+    """A storage tier's place relative to the publishing pod (vLLM PR 46544). Never inferred."""
+
+    LOCAL = "LOCAL"
+    REMOTE = "REMOTE"
+
+
+class BlockKey(NamedTuple):
+    """The engine's name of a block: its hash (1 to 64 bytes) and its KV cache group."""
+
+    hash: KeyHash
+    group: Index = 0
+
+
+class BlockId(NamedTuple):
+    """A block's identity in the daemon: equal keys of different namespaces are different blocks."""
+
+    namespace: str
+    key: BlockKey
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Geometry of one KV cache group.
+
+    ``block_bytes`` is what ONE rank holds of one block, in bytes.
+    """
+
+    tokens_per_block: Count
+    block_bytes: Count
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that changes the bytes of a block; equal for all ranks of an engine."""
+
+    model: Name
+    revision: Name = ""
+    dtype: Name
+    layout: Name
+    groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=1024)]
+    ranks: Annotated[int, Meta(ge=1, le=4096)] = 1
+    hash_algorithm: Name = ""
+    hash_seed: Name = ""
+    tenant: Name | None = None
+
+    def namespace(self) -> str:
+        """Return the 32 hex digits that name this layout (SHA-256 over the msgpack of all fields)."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:32]
+
+
+class BlockMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an event needs to describe a block by itself (field meanings as in vLLM's ``BlockStored``).
+
+    ``hashes`` are the event's own hashes, one or several per block, in the engine's published form
+    (unsigned 64-bit integers or bytes); ``parent`` is the parent's last event hash.
+    """
+
+    hashes: Annotated[tuple[int | bytes, ...], Meta(min_length=1)]
+    parent: int | bytes | None = None
+    token_ids: tuple[int, ...] = ()
+    block_size: int = 0
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[object, ...] | None, ...] | None = None
+    spec_kind: str | None = "full_attention"
+    sliding_window: int | None = None
+
+
+class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which secondary tiers a request may use, by tier name; ``None`` means all. CPU always takes part."""
+
+    load_from: tuple[str, ...] | None = None
+    store_to: tuple[str, ...] | None = None
+
+
+class KeyState(enum.IntEnum):
+    """What a lookup says of one key.
+
+    ``HIT``: in the pool. ``COLD``: only in a secondary tier, loading promotes it. ``PENDING``: being
+    promoted now. ``MISS``: anything else, an uncommitted store included.
+    """
+
+    MISS = 0
+    HIT = 1
+    COLD = 2
+    PENDING = 3
+
+
+class SkipReason(enum.StrEnum):
+    """Why ``prepare_store`` gave a key no slot."""
+
+    RESIDENT = "resident"
+    PENDING = "pending"
+    NO_ROOM = "no_room"
+    PARENT_REFUSED = "parent_refused"
+
+
+def event_hash(key: BlockKey) -> int:
+    """Return the low 64 bits of the key's hash, unsigned: vLLM's published form of a block hash."""
+    return int.from_bytes(key.hash[-8:], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block's description as tiers and events carry it; ``payload_bytes`` is over all ranks."""
+
+    id: BlockId
+    payload_bytes: int
+    meta: BlockMeta | None = None
+    dp_rank: int = 0
+
+    @property
+    def hashes(self) -> tuple[int | bytes, ...]:
+        """The event hashes; derived from the key where the store brought no metadata."""
+        return self.meta.hashes if self.meta is not None else (event_hash(self.id.key),)
+
+
+class EventKind(enum.Enum):
+    """A placement change of one block in one tier."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvent:
+    """One entry of a tier's own event queue."""
+
+    kind: EventKind
+    tier: str
+    medium: Medium
+    locality: Locality | None
+    block: Block

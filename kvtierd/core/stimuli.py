@@ -1,0 +1,239 @@
+"""What goes into the ladder: engine requests, outcomes of workers, sessions coming and going, time.
+
+Requests are the very structs that travel on the engine socket (:mod:`kvtierd.wire.messages` adds the
+handshake around them), so there is one definition of each verb. Every request has an ``id`` chosen by the
+client; its answer (:mod:`kvtierd.core.effects`) carries the same ``id``. Durations are seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, Index, Layout, Name, Scope, Seconds
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """Base of all requests; a tagged map on the wire."""
+
+    id: Index
+
+
+class Role(enum.StrEnum):
+    """What a session does: only a scheduler reserves and commits, a worker maps and copies."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+class Attach(Request, frozen=True, kw_only=True, tag="attach"):
+    """Bind the connection to a layout's namespace. ``process`` is a random name of the calling process."""
+
+    layout: Layout
+    engine_id: Name
+    process: bytes
+    dp_rank: Index = 0
+    role: Role = Role.SCHEDULER
+    rank: Index = 0
+
+
+class Lookup(Request, frozen=True, kw_only=True, tag="lookup"):
+    """Ask for the state of many keys; ``lease`` (seconds) pins the leading HITs until released."""
+
+    keys: tuple[BlockKey, ...]
+    promote: bool = False
+    lease: Seconds | None = None
+
+
+class PrepareStore(Request, frozen=True, kw_only=True, tag="prepare_store"):
+    """Reserve a slot for each key that is not there yet. ``meta`` is empty or parallel to ``keys``."""
+
+    keys: tuple[BlockKey, ...]
+    meta: tuple[BlockMeta | None, ...] = ()
+    scope: Scope | None = None
+
+
+class Commit(Request, frozen=True, kw_only=True, tag="commit"):
+    """Make a job's blocks visible, but for the ``failed`` ones."""
+
+    job: int
+    generation: int
+    pool_id: str
+    failed: tuple[BlockKey, ...] = ()
+
+
+class Abort(Request, frozen=True, kw_only=True, tag="abort"):
+    """Give a job's slots back; says that no copy into them is running any more."""
+
+    job: int
+
+
+class Fail(Request, frozen=True, kw_only=True, tag="fail"):
+    """A worker's word that it could not copy these keys of a job: they are void."""
+
+    job: int
+    keys: tuple[BlockKey, ...]
+
+
+class Load(Request, frozen=True, kw_only=True, tag="load"):
+    """Lease the slots of the leading keys, promoting from secondary tiers until ``deadline`` seconds."""
+
+    keys: tuple[BlockKey, ...]
+    deadline: Seconds = 0.0
+    scope: Scope | None = None
+
+
+class Release(Request, frozen=True, kw_only=True, tag="release"):
+    """End a lease of a lookup or load; says that no copy out of its slots is running any more."""
+
+    lease: int
+
+
+class Touch(Request, frozen=True, kw_only=True, tag="touch"):
+    """Mark keys as just used, in every tier."""
+
+    keys: tuple[BlockKey, ...]
+
+
+class Evict(Request, frozen=True, kw_only=True, tag="evict"):
+    """Remove keys from the named tiers (``None``: all). Blocks under a lease stay."""
+
+    keys: tuple[BlockKey, ...]
+    tiers: tuple[str, ...] | None = None
+
+
+class Reset(Request, frozen=True, kw_only=True, tag="reset"):
+    """Remove every block of the session's namespace from the named tiers (``None``: all)."""
+
+    tiers: tuple[str, ...] | None = None
+
+
+class Prefetch(Request, frozen=True, kw_only=True, tag="prefetch"):
+    """Start promoting keys into the pool; answered at once."""
+
+    keys: tuple[BlockKey, ...]
+
+
+class Inventory(Request, frozen=True, kw_only=True, tag="inventory"):
+    """One page of what is resident in the session's namespace; ``cursor`` 0 takes a new snapshot."""
+
+    tier: str | None = None
+    cursor: Index = 0
+    limit: Annotated[int, Meta(ge=1, le=65536)] = 4096
+
+
+class Acknowledge(Request, frozen=True, kw_only=True, tag="acknowledge"):
+    """This process has no copy running that belongs to a job or lease revoked up to ``fence``."""
+
+    fence: int
+
+
+class Goodbye(Request, frozen=True, kw_only=True, tag="goodbye"):
+    """This process touches the pool no more; the connection is closed after the answer."""
+
+
+LadderRequest = (
+    Attach
+    | Lookup
+    | PrepareStore
+    | Commit
+    | Abort
+    | Fail
+    | Load
+    | Release
+    | Touch
+    | Evict
+    | Reset
+    | Prefetch
+    | Inventory
+    | Acknowledge
+    | Goodbye
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request arrived on a session (the number that the edge gave the connection)."""
+
+    session: int
+    request: LadderRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A connection ended without a goodbye; its process may still be copying."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDied:
+    """Every liveness descriptor that was handed to this process hung up."""
+
+    process: bytes
+
+
+class Status(enum.Enum):
+    """How one block of a worker's operation ended.
+
+    ``GONE`` and ``CORRUPT`` take the block's residency away; ``FAILED`` is a passing fault and does not;
+    ``FULL`` is a write refused for want of space.
+    """
+
+    OK = "ok"
+    GONE = "gone"
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One block's result. ``stored_bytes``: what it occupies in the tier, after a write that is OK."""
+
+    id: BlockId
+    status: Status
+    stored_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An operation (the number of a Write, Read or Delete effect) ended; one outcome per block, in order."""
+
+    op: int
+    outcomes: Sequence[Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """A block that a backend's scan proved to be there."""
+
+    block: Block
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A part of a tier's content as its scan at start saw it, least recently used first."""
+
+    tier: str
+    blocks: Sequence[FoundBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: expire jobs, leases and load deadlines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Clean stop: answer what waits, announce that the pool's blocks are gone."""
+
+
+Stimulus = Asked | SessionClosed | ProcessDied | Finished | Found | Tick | Stop

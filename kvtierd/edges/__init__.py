@@ -1,0 +1,1 @@
+"""All I/O: pool, engine socket, movers, backends, publisher, admin port. The only rooms that act."""

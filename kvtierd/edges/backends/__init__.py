@@ -1,0 +1,1 @@
+"""Storage of secondary tiers: one small interface (:mod:`base`), one file for each kind."""

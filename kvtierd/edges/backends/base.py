@@ -1,0 +1,58 @@
+"""The interface between a mover and the storage of a secondary tier.
+
+A backend stores, reads and deletes blocks; it decides nothing, keeps no LRU and announces nothing. Calls are
+blocking and come from the tier's worker threads, several at a time; they release the GIL where bytes move.
+Per-block faults are outcomes, never exceptions: a backend maps its own exceptions here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtierd.core.model import Block, BlockId, Layout
+from kvtierd.core.stimuli import FoundBlock, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One block and the pool memory it is copied from or to; ``len(data) == block.payload_bytes``."""
+
+    block: Block
+    data: memoryview
+
+
+class Backend(Protocol):
+    """Storage of one tier. One outcome per block, in the order of the call."""
+
+    def open(self) -> None:
+        """Make the storage usable.
+
+        Raises:
+            TierError: it is not; the message says what to do.
+        """
+
+    def scan(self) -> Iterator[list[FoundBlock]]:
+        """Yield what is stored and proves itself, in batches, least recently used first.
+
+        Never stops on a bad entry.
+        """
+
+    def describe(self, namespace: str, layout: Layout) -> None:
+        """Remember, best effort and readable for people, what a namespace's layout is."""
+
+    def write(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Store blocks; a stored block replaces an older one of its id atomically."""
+
+    def read(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read blocks into their memory and verify them; not OK leaves the memory undefined."""
+
+    def delete(self, ids: Sequence[BlockId], *, corrupt: bool = False) -> list[Outcome]:
+        """Delete blocks (``corrupt``: may keep them aside). A block that is not there is OK."""
+
+    def estimate(self, block: Block) -> int:
+        """Return the bytes that storing the block will take, as ``max_bytes`` counts them."""
+
+    def close(self) -> None:
+        """Free everything; no call comes after it."""

@@ -1,0 +1,1 @@
+"""Glue that engines import; never imported by the daemon."""

@@ -1,0 +1,1 @@
+"""Shipped testing tools: manual clock, fake engine, reference consumer, backend conformance kit, workload."""

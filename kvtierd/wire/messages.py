@@ -1,0 +1,75 @@
+"""Engine protocol v1: the handshake around the core's requests and answers, and their one codec.
+
+Every message is a msgpack map with a ``type`` tag, inside a frame (:mod:`kvtierd.wire.framing`). Rules of
+evolution: new fields get defaults, types never change, tags are never reused, unknown fields are ignored.
+``PROTOCOL.md`` beside this file lists every message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvtierd.core import effects, stimuli
+from kvtierd.core.effects import Reply
+from kvtierd.core.stimuli import Request
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+MAX_FRAME_BYTES = 16 << 20
+FEATURES: tuple[str, ...] = ()
+
+
+class Hello(Request, frozen=True, kw_only=True, tag="hello"):
+    """First message of a connection: the versions that the client speaks and features it wants."""
+
+    versions: tuple[int, int]
+    features: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    client: str = ""
+
+
+class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
+    """Ask for the daemon's status; needs no attach."""
+
+
+class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
+    """The version and features in force on this connection."""
+
+    version: int
+    features: tuple[str, ...] = ()
+    daemon: str = ""
+
+
+class StatusReport(Reply, frozen=True, kw_only=True, tag="status_report"):
+    """The daemon's status as a tree of plain values (keys are documented in the README)."""
+
+    body: dict[str, Any]
+
+
+ClientMessage = Hello | StatusRequest | stimuli.LadderRequest
+ServerMessage = Welcome | StatusReport | effects.LadderReply
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """Return a message's msgpack bytes, without the frame around it."""
+    return _encoder.encode(message)
+
+
+def decode_client(payload: bytes | memoryview) -> ClientMessage:
+    """Decode what a client sent.
+
+    Raises:
+        msgspec.MsgspecError: not msgpack, an unknown type or a field that does not fit.
+    """
+    return _client_decoder.decode(payload)
+
+
+def decode_server(payload: bytes | memoryview) -> ServerMessage:
+    """Decode what a daemon sent; errors as in :func:`decode_client`."""
+    return _server_decoder.decode(payload)

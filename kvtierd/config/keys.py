@@ -1,0 +1,68 @@
+"""Which keys exist where in a tier file, and the one that somebody probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from kvtierd.config import schema
+from kvtierd.config.document import KeyPath
+
+_TIERS: dict[str, type[schema._Section]] = {
+    "cpu": schema.CpuTier,
+    "fs": schema.FsTier,
+    "object": schema.ObjectTier,
+}
+_SECTIONS: dict[tuple[str, ...], tuple[type[schema._Section], ...]] = {
+    (): (schema.TierFile,),
+    ("pool",): (schema.Pool,),
+    ("tiers", "*"): tuple(_TIERS.values()),
+    ("events",): (schema.Events,),
+    ("events", "audiences", "*"): (schema.Audience,),
+    ("admin",): (schema.Admin,),
+    ("engine",): (schema.Engine,),
+}
+_OTHER_NAMES = {
+    "root_dir": "path",
+    "root": "path",
+    "directory": "path",
+    "size": "bytes",
+    "pool_bytes": "bytes",
+    "capacity": "max_bytes",
+    "max_size": "max_bytes",
+    "medium": "type",
+    "endpoint": "bind",
+    "replay_endpoint": "replay",
+    "port": "listen",
+    "mlock": "lock",
+    "hugepages": "huge_pages",
+}
+"""What other products call our keys, so that a hint is also found for those."""
+
+
+def known_keys(path: KeyPath, tier_type: str | None = None) -> list[str]:
+    """Return the keys of the section at ``path``; of one type of tier where that is given."""
+    pattern = tuple("*" if isinstance(part, int) else part for part in path)
+    models = _SECTIONS.get(pattern, ())
+    if pattern == ("tiers", "*") and tier_type in _TIERS:
+        models = (_TIERS[tier_type],)
+    return list(dict.fromkeys(key for model in models for key in model.model_fields))
+
+
+def hint(key: str, known: list[str]) -> str:
+    """Return the end of an error message about an unknown key: the nearest known one, or all of them."""
+    names = {**{other: key for other, key in _OTHER_NAMES.items() if key in known}, **{k: k for k in known}}
+    close = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {names[close[0]]!r}?"
+    return f"known keys here: {', '.join(known)}"
+
+
+def leaf_patterns() -> Iterator[tuple[str, ...]]:
+    """Yield the path of every key that holds a value, list indexes as ``*``."""
+    for section, models in _SECTIONS.items():
+        for model in models:
+            for key in model.model_fields:
+                path = (*section, key)
+                if path not in _SECTIONS and (*path, "*") not in _SECTIONS:
+                    yield path

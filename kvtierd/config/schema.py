@@ -1,0 +1,278 @@
+"""The tier file: what may stand in it, with defaults. Strict types, no unknown keys, frozen once read.
+
+Checks of one value stand with its field; :func:`problems_between` holds those that look at several.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from kvtierd.config.endpoints import UNIX_PATH_MAX, Endpoint, parse_endpoint, parse_listen
+from kvtierd.config.units import Duration, Limit, Size
+from kvtierd.core.geometry import UNIT
+from kvtierd.core.model import Locality
+
+Problem = tuple[tuple[str | int, ...], str]
+"""Path of the offending key and what is wrong with it."""
+
+BestEffort = Literal["auto", "require", "off"]
+"""``auto``: try, and say in status what came of it. ``require``: refuse to start without. ``off``: no attempt."""
+
+
+def _to_path(value: object) -> object:
+    if isinstance(value, str):
+        if not value.startswith("/") or "\0" in value:
+            raise ValueError("write an absolute path")
+        return Path(value)
+    return value
+
+
+def _to_locality(value: object) -> object:
+    if isinstance(value, Locality):
+        return value
+    if value not in ("LOCAL", "REMOTE"):
+        raise ValueError("write LOCAL or REMOTE, upper case, or leave the key out")
+    return Locality(value)
+
+
+def _check_endpoint(value: str) -> str:
+    parse_endpoint(value)
+    return value
+
+
+def _check_listen(value: str) -> str:
+    parse_listen(value)
+    return value
+
+
+def _check_url(value: str) -> str:
+    scheme = value.partition("://")[0]
+    if scheme in ("s3", "gs", "az"):
+        raise ValueError("object stores come in a later release; only memory://NAME works in this one")
+    if not re.fullmatch(r"memory://[A-Za-z0-9._/-]*", value):
+        raise ValueError("write memory://NAME (an in-process store)")
+    return value
+
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+AbsolutePath = Annotated[
+    Path,
+    BeforeValidator(_to_path),
+    PlainSerializer(str, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": "^/", "format": "path"}),
+]
+LocalityField = Annotated[
+    Locality,
+    BeforeValidator(_to_locality),
+    WithJsonSchema({"enum": ["LOCAL", "REMOTE"]}),
+]
+EndpointField = Annotated[str, AfterValidator(_check_endpoint)]
+ListenField = Annotated[str, AfterValidator(_check_listen)]
+Workers = Annotated[int, Field(ge=1, le=64)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False)
+
+
+class Pool(_Section):
+    """The shared host memory that is the CPU tier. ``bytes`` is the total, whatever the number of ranks."""
+
+    bytes: Annotated[Size, Field(ge=UNIT)]
+    backing: Literal["memfd", "file"] = "memfd"
+    path: AbsolutePath | None = None
+    lock: BestEffort = "auto"
+    pin: BestEffort = "auto"
+    huge_pages: bool = False
+    prefault_threads: Annotated[int, Field(ge=0, le=256)] = 0
+
+
+class CpuTier(_Section):
+    """The primary tier: the slots of the pool. It has no locality; only fs and object tiers may."""
+
+    name: Name
+    type: Literal["cpu"] = "cpu"
+    policy: Literal["lru"] = "lru"
+    events: bool = True
+
+
+class _StorageTier(_Section):
+    name: Name
+    locality: LocalityField | None = None
+    events: bool = True
+    policy: Literal["lru"] = "lru"
+    readers: Workers = 4
+    writers: Workers = 2
+    inflight_bytes: Size = 256 << 20
+
+
+class FsTier(_StorageTier):
+    """Blocks as files below ``path``. ``max_bytes`` must be written out, be it as ``unlimited``."""
+
+    type: Literal["fs"] = "fs"
+    path: AbsolutePath
+    max_bytes: Limit
+
+
+class ObjectTier(_StorageTier):
+    """Blocks in an object store; in this release only in an in-process one (``memory://NAME``)."""
+
+    type: Literal["object"] = "object"
+    url: Annotated[str, AfterValidator(_check_url)]
+    max_bytes: Limit = "unlimited"
+
+
+Tier = Annotated[CpuTier | FsTier | ObjectTier, Field(discriminator="type")]
+
+
+class Audience(_Section):
+    """One PUB endpoint with its replay endpoint. ``tokens``: whether events carry the prompt's token ids."""
+
+    name: Name
+    bind: EndpointField = "tcp://127.0.0.1:5557"
+    replay: EndpointField | None = "tcp://127.0.0.1:5558"
+    topic: Annotated[str, StringConstraints(max_length=512)] = ""
+    form: Literal["map"] = "map"
+    tokens: bool | None = None
+    hwm: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
+
+    @property
+    def publishes_tokens(self) -> bool:
+        """``tokens`` with its default filled in: true, since unset is only allowed inside the pod."""
+        return self.tokens is not False
+
+
+class Events(_Section):
+    """The event stream. The replay ring holds at most ``ring_batches`` and at most ``ring_bytes``."""
+
+    enabled: bool = True
+    audiences: Annotated[tuple[Audience, ...], Strict(False)] = (Audience(name="default"),)
+    ring_batches: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
+    ring_bytes: Size = 64 << 20
+    heartbeat: Duration = 5.0
+
+
+class Admin(_Section):
+    """The read-only HTTP listener (health, metrics); ``null`` turns it off."""
+
+    listen: ListenField | None = "127.0.0.1:9557"
+
+
+class Engine(_Section):
+    """Bounds on what engines may hold. ``lease_ttl`` is the ceiling for leases of loads."""
+
+    job_ttl: Duration = 60.0
+    lease_ttl: Duration = 60.0
+    shutdown_grace: Duration = 10.0
+    max_frame_bytes: Annotated[Size, Field(ge=64 << 10, le=1 << 30)] = 16 << 20
+
+
+class TierFile(_Section):
+    """A whole tier file. The order of ``tiers`` is the order in which their events are drained."""
+
+    version: Literal[1]
+    runtime_dir: AbsolutePath = Path("/run/kvtierd")
+    state_dir: AbsolutePath = Path("/var/lib/kvtierd")
+    pool: Pool
+    tiers: Annotated[tuple[Tier, ...], Strict(False)]
+    events: Events = Events()
+    admin: Admin = Admin()
+    engine: Engine = Engine()
+
+    @model_validator(mode="after")
+    def _check_between(self) -> TierFile:
+        problems = list(problems_between(self))
+        if problems:
+            text = "; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in problems)
+            raise PydanticCustomError("tier_file", "{text}", {"text": text, "problems": problems})
+        return self
+
+
+def problems_between(tier_file: TierFile) -> Iterator[Problem]:
+    """Yield what is wrong between values that are each right on their own."""
+    yield from _pool_problems(tier_file.pool)
+    yield from _tier_problems(tier_file)
+    yield from _audience_problems(tier_file.events)
+    yield from _endpoint_problems(tier_file)
+
+
+def _pool_problems(pool: Pool) -> Iterator[Problem]:
+    if pool.backing == "memfd" and pool.path is not None:
+        yield ("pool", "path"), "has an effect only with backing: file"
+    if pool.backing == "file" and pool.huge_pages:
+        yield ("pool", "huge_pages"), "works only with backing: memfd"
+
+
+def _tier_problems(tier_file: TierFile) -> Iterator[Problem]:
+    tiers = tier_file.tiers
+    if not tiers or not isinstance(tiers[0], CpuTier):
+        yield ("tiers", 0) if tiers else ("tiers",), "the first tier must be the primary one, of type cpu"
+    for index, tier in enumerate(tiers):
+        if index and isinstance(tier, CpuTier):
+            yield ("tiers", index), "only the first tier can be of type cpu, and there is exactly one"
+        if any(tier.name == other.name for other in tiers[:index]):
+            yield ("tiers", index, "name"), f"another tier is already named {tier.name!r}"
+    taken = [("runtime_dir", tier_file.runtime_dir), ("state_dir", tier_file.state_dir)]
+    for index, tier in enumerate(tiers):
+        if isinstance(tier, FsTier):
+            # A tier below a tier would index the other's files.
+            for owner, path in taken:
+                nested = owner.startswith("tier ") and (
+                    path in tier.path.parents or tier.path in path.parents
+                )
+                if path == tier.path or nested:
+                    yield ("tiers", index, "path"), f"is shared with {owner} ({path})"
+            taken.append((f"tier {tier.name!r}", tier.path))
+
+
+def _audience_problems(events: Events) -> Iterator[Problem]:
+    if len(events.audiences) != 1:
+        yield ("events", "audiences"), "exactly one audience is supported in this release"
+    for index, audience in enumerate(events.audiences):
+        path = ("events", "audiences", index)
+        if any(audience.name == other.name for other in events.audiences[:index]):
+            yield (*path, "name"), f"another audience is already named {audience.name!r}"
+        binds = [audience.bind] if audience.replay is None else [audience.bind, audience.replay]
+        outside = [bind for bind in binds if not parse_endpoint(bind).is_loopback]
+        if outside and audience.tokens is None:
+            yield (
+                (*path, "tokens"),
+                f"{outside[0]} can be reached from outside the pod: write tokens: true (events carry the "
+                "prompts' token ids, which some routers need) or tokens: false",
+            )
+
+
+def _endpoint_problems(tier_file: TierFile) -> Iterator[Problem]:
+    bound: list[tuple[tuple[str | int, ...], Endpoint]] = []
+    for index, audience in enumerate(tier_file.events.audiences):
+        path = ("events", "audiences", index)
+        bound.append(((*path, "bind"), parse_endpoint(audience.bind)))
+        if audience.replay is not None:
+            bound.append(((*path, "replay"), parse_endpoint(audience.replay)))
+    if tier_file.admin.listen is not None:
+        bound.append((("admin", "listen"), parse_listen(tier_file.admin.listen)))
+    for (first, one), (second, other) in combinations(bound, 2):
+        if one.collides(other):
+            yield second, f"is the same address as {'.'.join(map(str, first))}"
+    if len(bytes(tier_file.runtime_dir / "control.sock")) > UNIX_PATH_MAX:
+        yield ("runtime_dir",), f"is too long: a Unix socket's path has at most {UNIX_PATH_MAX} bytes"
+    own = {str(tier_file.runtime_dir / name) for name in ("engine.sock", "control.sock")}
+    yield from ((path, "is kvtierd's own socket") for path, endpoint in bound if endpoint.path in own)

@@ -1,0 +1,140 @@
+"""A real daemon as a child process on a folder of its own, for demos, benchmarks and tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvtierd.errors import Unavailable
+from kvtierd.testing.clock import wait_for
+
+STOP_SECONDS = 15.0
+START_SECONDS = 30.0
+
+
+def free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LocalDaemon:
+    """``kvtierd serve`` on a tier file in the shape of the quickstart: a CPU tier and one on disk.
+
+    Everything that it writes lies under ``folder``, which has to be short (a Unix socket's path has at most
+    107 bytes) and is not removed. A stopped daemon can be started again on the same folder and ports.
+    ``changes`` replaces whole top-level sections of the tier file.
+    """
+
+    def __init__(
+        self, folder: Path, *, pool_bytes: int, disk_bytes: int, changes: dict[str, Any] | None = None
+    ) -> None:
+        self.folder = folder
+        self.socket = str(folder / "run" / "engine.sock")
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        self.replay = f"tcp://127.0.0.1:{free_port()}"
+        self.config = folder / "kvtierd.yaml"
+        self.log = folder / "kvtierd.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        for name in ("run", "state", "disk"):
+            (folder / name).mkdir(exist_ok=True)
+        body = self._body(pool_bytes, disk_bytes) | (changes or {})
+        # JSON is YAML; no YAML library is needed to write it.
+        self.config.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+
+    def _body(self, pool_bytes: int, disk_bytes: int) -> dict[str, Any]:
+        disk = {"name": "disk", "type": "fs", "path": str(self.folder / "disk"), "locality": "LOCAL"}
+        audience = {
+            "name": "default",
+            "bind": self.endpoint,
+            "replay": self.replay,
+            "topic": "",
+            "form": "map",
+        }
+        return {
+            "version": 1,
+            "runtime_dir": str(self.folder / "run"),
+            "state_dir": str(self.folder / "state"),
+            "pool": {"bytes": f"{pool_bytes >> 10}KiB", "backing": "memfd"},
+            "tiers": [
+                {"name": "cpu", "type": "cpu", "policy": "lru"},
+                {**disk, "max_bytes": f"{disk_bytes >> 10}KiB", "events": True},
+            ],
+            "events": {"enabled": True, "heartbeat": "1s", "audiences": [audience]},
+            "admin": {"listen": None},
+        }
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start it and wait until engines can attach.
+
+        Raises:
+            Unavailable: it ended or did not get ready in time; carries the end of its log.
+        """
+        with self.log.open("ab") as sink:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-m", "kvtierd", "serve", "--config", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,  # a terminal's Ctrl-C is for the caller, who stops us in order
+            )
+        try:
+            wait_for(self._ready_or_ended, "the daemon to be ready", timeout=START_SECONDS)
+        except TimeoutError as error:
+            self.stop()
+            raise Unavailable(f"{error}; its log ends:\n{self.log_tail()}") from None
+        if self._process.poll() is not None:
+            code, self._process = self._process.returncode, None
+            raise Unavailable(f"the daemon ended with code {code}; its log ends:\n{self.log_tail()}")
+
+    def _ready_or_ended(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            return True
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(self.socket) == 0
+
+    def stop(self) -> int | None:
+        """Ask it to stop, kill it after ``STOP_SECONDS``; returns its exit code (None: did not run)."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.terminate()
+        try:
+            return process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait(STOP_SECONDS)
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        process, self._process = self._process, None
+        if process is not None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(STOP_SECONDS)
+
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the last lines that it logged."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def __enter__(self) -> LocalDaemon:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,203 @@
+"""Format v1 of a stored block: a header region that proves what the block is, then its payload.
+
+``FORMAT.md`` beside this file documents every byte. The region is a fixed prefix, msgpack metadata, zeroes
+and a checksum over all of that; it is a multiple of 4096 bytes long so that the payload can be read with
+direct I/O. Pure functions over bytes: files, memory and objects share them.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, Index, KeyHash
+from kvtierd.errors import KvtierdError
+
+MAGIC = b"\x89KVTIER\n"
+VERSION = 1
+ALIGN = 4096
+MAX_HEADER_BYTES = 1 << 20
+
+_PREFIX = struct.Struct("<8sHHIIIQ16s")
+PREFIX_BYTES = _PREFIX.size
+_CHECKSUM_BYTES = 8
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Flaw(enum.StrEnum):
+    """Why bytes are not the block that they should be."""
+
+    MAGIC = "not a block file"
+    VERSION = "unknown format version"
+    SHORT = "too short"
+    LONG = "too long"
+    LENGTHS = "impossible lengths in the header"
+    HEADER = "header checksum differs"
+    METADATA = "metadata cannot be decoded"
+    OTHER_BLOCK = "another block's content"
+    PAYLOAD = "payload checksum differs"
+    FOREIGN = "not a regular file of this tree"
+    TOO_BIG = "metadata too big for the header"
+
+
+class FormatError(KvtierdError):
+    """Bytes that do not prove to be the expected block; ``flaw`` says why."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        super().__init__(flaw.value)
+        self.flaw = flaw
+
+
+class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    """The msgpack map in the header region. New fields get defaults; unknown fields are ignored."""
+
+    namespace: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    hash: KeyHash
+    group: Index
+    payload_bytes: Annotated[int, Meta(ge=1)]
+    dp_rank: Index = 0
+    meta: BlockMeta | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[_Metadata] = msgspec.msgpack.Decoder(_Metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header region that passed its checksum. ``data_offset``: where the payload starts, in bytes."""
+
+    block: Block
+    data_offset: int
+    payload_digest: bytes
+
+    def check(self, block: Block, stored: int) -> None:
+        """Prove that this is ``block``'s header in front of a payload that ends at byte ``stored``.
+
+        Raises:
+            FormatError: it is another block's, or the lengths do not fit.
+        """
+        if self.block.id != block.id or self.block.payload_bytes != block.payload_bytes:
+            raise FormatError(Flaw.OTHER_BLOCK)
+        self.check_size(stored)
+
+    def check_size(self, stored: int) -> None:
+        """Prove that header and payload are exactly ``stored`` bytes; raises :class:`FormatError`."""
+        expected = self.data_offset + self.block.payload_bytes
+        if stored != expected:
+            raise FormatError(Flaw.SHORT if stored < expected else Flaw.LONG)
+
+    def check_payload(self, payload: Buffer) -> None:
+        """Prove the payload by its checksum; raises :class:`FormatError`."""
+        if digest(payload) != self.payload_digest:
+            raise FormatError(Flaw.PAYLOAD)
+
+
+def digest(payload: Buffer) -> bytes:
+    """Return the payload's xxh3-128 (16 bytes, canonical big-endian); releases the GIL."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+def aligned(size: int) -> int:
+    """Round ``size`` up to a multiple of 4096."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def _metadata(block: Block) -> bytes:
+    """Encode the metadata map; ``FormatError(METADATA)`` when a value has no msgpack form."""
+    namespace, key = block.id
+    try:
+        return _encoder.encode(
+            _Metadata(
+                namespace=namespace,
+                hash=key.hash,
+                group=key.group,
+                payload_bytes=block.payload_bytes,
+                dp_rank=block.dp_rank,
+                meta=block.meta,
+            )
+        )
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise FormatError(Flaw.METADATA) from error
+
+
+def _region_bytes(metadata: bytes) -> int:
+    return aligned(PREFIX_BYTES + len(metadata) + _CHECKSUM_BYTES)
+
+
+def header_bytes(block: Block) -> int:
+    """Return the length of the block's header region in bytes, a multiple of 4096."""
+    return _region_bytes(_metadata(block))
+
+
+def stored_bytes(block: Block) -> int:
+    """Return what a stored block occupies: header region and payload, in whole 4096-byte units."""
+    return header_bytes(block) + aligned(block.payload_bytes)
+
+
+def encode(block: Block, payload_digest: bytes) -> bytes:
+    """Return the header region of a block whose payload has this :func:`digest`.
+
+    Raises:
+        FormatError: the metadata has no msgpack form or does not fit in ``MAX_HEADER_BYTES``.
+    """
+    metadata = _metadata(block)
+    size = _region_bytes(metadata)
+    if size > MAX_HEADER_BYTES:
+        raise FormatError(Flaw.TOO_BIG)
+    region = bytearray(size)
+    _PREFIX.pack_into(
+        region, 0, MAGIC, VERSION, 0, size, len(metadata), 0, block.payload_bytes, payload_digest
+    )
+    region[PREFIX_BYTES : PREFIX_BYTES + len(metadata)] = metadata
+    region[-_CHECKSUM_BYTES:] = xxhash.xxh3_64_digest(memoryview(region)[:-_CHECKSUM_BYTES])
+    return bytes(region)
+
+
+def data_offset(start: Buffer) -> int:
+    """Return the header region's length from its first ``PREFIX_BYTES`` bytes (nothing is proved yet).
+
+    Raises:
+        FormatError: not format v1, or lengths that no header has.
+    """
+    if len(start) < PREFIX_BYTES:
+        raise FormatError(Flaw.SHORT)
+    magic, version, flags, offset, metadata, reserved, _, _ = _PREFIX.unpack_from(start)
+    if magic != MAGIC:
+        raise FormatError(Flaw.MAGIC)
+    if version != VERSION:
+        raise FormatError(Flaw.VERSION)
+    room = offset - PREFIX_BYTES - _CHECKSUM_BYTES
+    if flags or reserved or not 0 < offset <= MAX_HEADER_BYTES or offset % ALIGN or metadata > room:
+        raise FormatError(Flaw.LENGTHS)
+    return int(offset)
+
+
+def decode(start: Buffer) -> Header:
+    """Decode and prove the header region at the beginning of ``start``.
+
+    Raises:
+        FormatError: anything that :func:`encode` would not have written.
+    """
+    offset = data_offset(start)
+    if len(start) < offset:
+        raise FormatError(Flaw.SHORT)
+    region = memoryview(start)[:offset]
+    if xxhash.xxh3_64_digest(region[:-_CHECKSUM_BYTES]) != region[-_CHECKSUM_BYTES:]:
+        raise FormatError(Flaw.HEADER)
+    _, _, _, _, length, _, payload, payload_digest = _PREFIX.unpack_from(region)
+    try:
+        found = _decoder.decode(region[PREFIX_BYTES : PREFIX_BYTES + length])
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise FormatError(Flaw.METADATA) from error
+    if found.payload_bytes != payload:
+        raise FormatError(Flaw.LENGTHS)
+    block_id = BlockId(found.namespace, BlockKey(found.hash, found.group))
+    return Header(Block(block_id, payload, found.meta, found.dp_rank), offset, payload_digest)

@@ -46,7 +46,7 @@ class Refused(Reply, frozen=True, kw_only=True, tag="error"):
 class Attached(Reply, frozen=True, kw_only=True, tag="attached"):
     """Two descriptors travel with this frame: the pool's mapping and the liveness pipe's write end.
 
-    All sizes in bytes. ``rank_offsets[g]`` is where this rank's part of a block of group g starts in a slot.
+    All sizes in bytes. ``rank_offsets[g][r]`` is where rank r's part of a block of group g starts in a slot.
     """
 
     session: int

@@ -101,7 +101,7 @@ class Touch(Request, frozen=True, kw_only=True, tag="touch"):
 
 
 class Evict(Request, frozen=True, kw_only=True, tag="evict"):
-    """Remove keys from the named tiers (``None``: all). Blocks under a lease stay."""
+    """Remove keys from the named tiers (``None``: all). Bytes under a lease stay in place till it ends."""
 
     keys: tuple[BlockKey, ...]
     tiers: tuple[str, ...] | None = None
@@ -220,10 +220,14 @@ class FoundBlock:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A part of a tier's content as its scan at start saw it, least recently used first."""
+    """A part of a tier's content as its scan at start saw it, least recently used first.
+
+    Blocks are hits at once; they are announced, root first, when the ``last`` part has come.
+    """
 
     tier: str
     blocks: Sequence[FoundBlock]
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,113 @@
+"""Everything that must hold of a ladder between two turns; checked at the teardown of every core test.
+
+Linear in the state: for tests and ``--paranoid``, not for the hot path.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+from kvtierd.core.ladder import Ladder
+from kvtierd.core.residency import Link, Node, ResidentSet, State
+from kvtierd.core.tier import PoolSpace, SecondaryTier
+from kvtierd.errors import InvariantBroken
+
+
+def validate(ladder: Ladder) -> None:
+    """Check the ladder.
+
+    Raises:
+        InvariantBroken: with the first promise that does not hold.
+    """
+    _check_units(ladder)
+    pins = _expected_pins(ladder)
+    for space in ladder.stack.primary.spaces.values():
+        _check_set(space.blocks)
+        _check_slots(space)
+        _check_pins([*space.blocks, *space.leaving], pins)
+    for tier in ladder.stack.secondaries:
+        _check_set(tier.blocks)
+        _check_secondary(ladder, tier)
+        _check_pins(tier.blocks, pins)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantBroken(message)
+
+
+def _check_units(ladder: Ladder) -> None:
+    primary = ladder.stack.primary
+    held = [extent for space in primary.spaces.values() for extent in space.arena.extents]
+    total = sum(extent.units for extent in held) + primary.extents.free_units
+    _require(total == primary.extents.units, f"{total} units accounted for of {primary.extents.units}")
+    ordered = sorted(held, key=lambda extent: extent.start)
+    for left, right in itertools.pairwise(ordered):
+        _require(left.start + left.units <= right.start, f"extents overlap: {left} {right}")
+
+
+def _check_slots(space: PoolSpace) -> None:
+    """Every slot is free, held by one node of the set, or by one leaving node."""
+    step = space.arena.slot_units
+    known = Counter(
+        slot
+        for extent in space.arena.extents
+        for slot in range(extent.start, extent.start + extent.units, step)
+    )
+    used = Counter(space.arena.free_list())
+    used.update(node.slot for node in space.blocks)
+    used.update(node.slot for node in space.leaving)
+    _require(used == known, f"slots do not add up: {used - known} twice or unknown, {known - used} lost")
+    for node in space.leaving:
+        _require(node.gone and node.pins > 0, f"a leaving node must be gone and pinned: {node}")
+
+
+def _check_set(blocks: ResidentSet) -> None:
+    children: dict[Link, int] = {}
+    for node in blocks:
+        _require(not node.gone, f"a node of the set is marked gone: {node}")
+        if node.parent is not None:
+            children[node.parent] = children.get(node.parent, 0) + 1
+    _require(children == blocks.children_counts(), "child counts differ from the blocks")
+    if any(blocks.evictable(node) for node in blocks):
+        _require(blocks.victim() is not None, "an evictable block is hidden from the policy")
+
+
+def _check_secondary(ladder: Ladder, tier: SecondaryTier) -> None:
+    resident = sum(node.size for node in tier.blocks if node.state is State.RESIDENT)
+    writing = sum(node.size for node in tier.blocks if node.state is State.WRITING)
+    _require(resident == tier.used, f"{tier.name}: {resident} bytes resident, {tier.used} counted")
+    _require(
+        writing == tier.writing == tier.in_flight, f"{tier.name}: {writing} bytes writing, {tier.writing}"
+    )
+    deleting = sum(tier.deletes.values())
+    _require(deleting == tier.deleting, f"{tier.name}: {deleting} bytes deleting, {tier.deleting} counted")
+    capacity = tier.spec.capacity
+    if capacity is not None and not tier.scanning:
+        _require(tier.used + tier.writing <= capacity, f"{tier.name}: over its capacity of {capacity}")
+    for block_id in tier.deletes:
+        _require(tier.blocks.get(block_id) is None, f"{tier.name}: a block is there while it is deleted")
+    for block_id in tier.doomed:
+        node = tier.blocks.get(block_id)
+        _require(node is not None and node.state is State.WRITING, f"{tier.name}: doomed without a write")
+
+
+def _expected_pins(ladder: Ladder) -> Counter[int]:
+    """Count, by node identity, who holds pins."""
+    pins: Counter[int] = Counter()
+    holders: list[Iterable[Node]] = [job.nodes.values() for job in ladder.sessions.jobs.values()]
+    holders += [lease.nodes for lease in ladder.sessions.leases.values()]
+    holders += [held.nodes for held in ladder.sessions.quarantines.values()]
+    holders += [load.nodes for load in ladder.loads.waiting.values()]
+    for operation in ladder.stack.operations.values():
+        holders += [operation.nodes, operation.sources]
+    for nodes in holders:
+        pins.update(id(node) for node in nodes)
+    return pins
+
+
+def _check_pins(nodes: Iterable[Node], expected: Counter[int]) -> None:
+    for node in nodes:
+        _require(node.pins == expected[id(node)], f"{node} should have {expected[id(node)]} pins")

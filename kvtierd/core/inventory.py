@@ -1,0 +1,69 @@
+"""What is resident, page by page from one snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtierd.core.effects import InventoryEntry, InventoryPage
+from kvtierd.core.residency import ResidentSet, State
+from kvtierd.core.sessions import Session
+from kvtierd.core.stack import Stack
+from kvtierd.core.stimuli import Inventory
+
+
+class Pages:
+    """Inventory snapshots, at most one for each session, dropped with its last page."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._snapshots: dict[int, list[InventoryEntry]] = {}
+
+    def sets(self, namespace: str) -> Iterator[ResidentSet]:
+        """Iterate over the resident sets that a namespace's blocks may be in, primary first."""
+        space = self._stack.primary.spaces.get(namespace)
+        if space is not None:
+            yield space.blocks
+        for tier in self._stack.secondaries:
+            yield tier.blocks
+
+    def page(self, session: Session, request: Inventory) -> None:
+        """Answer one page; cursor 0 takes a new snapshot."""
+        if request.cursor == 0 or session.number not in self._snapshots:
+            self._snapshots[session.number] = list(self.entries(session.namespace, request.tier))
+        entries = self._snapshots[session.number]
+        end = request.cursor + request.limit
+        if end >= len(entries):
+            self.forget(session.number)
+        self._stack.answer(
+            session.number,
+            InventoryPage(
+                id=request.id,
+                entries=tuple(entries[request.cursor : end]),
+                cursor=end if end < len(entries) else 0,
+                total=len(entries),
+            ),
+        )
+
+    def entries(self, namespace: str, only: str | None = None) -> Iterator[InventoryEntry]:
+        """Iterate over a namespace's residencies in drain order."""
+        specs = [self._stack.primary.spec, *(tier.spec for tier in self._stack.secondaries)]
+        space = self._stack.primary.spaces.get(namespace)
+        sets = [space.blocks if space is not None else (), *(tier.blocks for tier in self._stack.secondaries)]
+        for spec, blocks in zip(specs, sets, strict=True):
+            if only is not None and spec.name != only:
+                continue
+            for node in blocks:
+                if node.state is State.RESIDENT and node.block.id.namespace == namespace:
+                    block = node.block
+                    yield InventoryEntry(
+                        spec.name,
+                        spec.medium.value,
+                        spec.locality.value if spec.locality is not None else None,
+                        block.id.key,
+                        block.hashes,
+                        block.dp_rank,
+                    )
+
+    def forget(self, session: int) -> None:
+        """Drop a session's snapshot."""
+        self._snapshots.pop(session, None)

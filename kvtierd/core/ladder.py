@@ -1,0 +1,313 @@
+"""The ladder: stimuli in, effects out, events in the contract's order.
+
+Synchronous and without a clock: ``now`` (seconds, any origin, never falling) comes with every turn. The
+ladder owns all state of the tiers; edges see slots and blocks, never the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvtierd.core import inventory, statistics, stimuli
+from kvtierd.core.cascade import Cascade
+from kvtierd.core.custody import Custody
+from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
+from kvtierd.core.geometry import UNIT, Geometry
+from kvtierd.core.loads import Loads
+from kvtierd.core.model import BlockId, BlockKey, TierEvent
+from kvtierd.core.policies.lru import Lru
+from kvtierd.core.residency import leaf_first
+from kvtierd.core.sessions import Session, Sessions
+from kvtierd.core.stack import Stack
+from kvtierd.core.stimuli import Role
+from kvtierd.core.stores import Stores
+from kvtierd.core.tier import PoolSpace, TierSpec
+
+Handler = Callable[[Session, Any], None]
+
+SCHEDULER_ONLY = (
+    stimuli.PrepareStore,
+    stimuli.Commit,
+    stimuli.Abort,
+    stimuli.Load,
+    stimuli.Evict,
+    stimuli.Reset,
+)
+
+
+class Refusal(Exception):
+    """Carries a coded error from a check to the one place that answers."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Ladder:
+    """The stack of tiers with everything that engines may ask of it."""
+
+    def __init__(
+        self,
+        *,
+        pool_id: str,
+        pool_bytes: int,
+        primary: TierSpec,
+        secondaries: Sequence[TierSpec] = (),
+        job_ttl: float = 60.0,
+        lease_ttl: float = 60.0,
+    ) -> None:
+        self.pool_bytes = pool_bytes
+        self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries)
+        self.sessions = Sessions()
+        self.custody = Custody(self.stack, self.sessions)
+        self.cascade = Cascade(self.stack)
+        self.stores = Stores(self.stack, self.sessions, self.custody, self.cascade, job_ttl)
+        self.loads = Loads(self.stack, self.sessions, self.custody, lease_ttl)
+        self.inventory = inventory.Pages(self.stack)
+        self.stopping = False
+        self._handlers: dict[type, Handler] = {
+            stimuli.Lookup: self.loads.lookup,
+            stimuli.PrepareStore: self.stores.prepare,
+            stimuli.Commit: self.stores.commit,
+            stimuli.Abort: self.stores.abort,
+            stimuli.Fail: self.stores.fail,
+            stimuli.Load: self.loads.load,
+            stimuli.Release: self.loads.release,
+            stimuli.Touch: self._touch,
+            stimuli.Evict: self._evict,
+            stimuli.Reset: self._reset,
+            stimuli.Prefetch: self.loads.prefetch,
+            stimuli.Inventory: self.inventory.page,
+            stimuli.Acknowledge: self._acknowledge,
+            stimuli.Goodbye: self._goodbye,
+        }
+
+    # -- turns --------------------------------------------------------------------------------------
+
+    def handle(self, stimulus: stimuli.Stimulus, now: float) -> list[Effect]:
+        """Take one stimulus and return what the edges have to do, in order."""
+        self.stack.now = now
+        match stimulus:
+            case stimuli.Asked(session, request):
+                self._asked(session, request)
+            case stimuli.Finished(op, outcomes):
+                self._finished(op, outcomes)
+            case stimuli.Found(tier, blocks, last):
+                self.cascade.found(self.stack.by_name[tier], blocks)
+                if last:
+                    self.cascade.scanned(self.stack.by_name[tier])
+            case stimuli.SessionClosed(session):
+                self._close(session)
+            case stimuli.ProcessDied(process):
+                self.custody.process_gone(process)
+            case stimuli.Tick():
+                self._tick()
+            case stimuli.Stop():
+                self._stop()
+        effects, self.stack.effects = self.stack.effects, []
+        return effects
+
+    def take_events(self) -> list[TierEvent]:
+        """Drain the primary's queue, then each secondary's in the order of the tier file."""
+        events = self.stack.primary.take_events()
+        for tier in self.stack.secondaries:
+            events += tier.take_events()
+        return events
+
+    def next_deadline(self) -> float | None:
+        """Return when a waiting load has to be answered by a Tick, or ``None``.
+
+        Jobs and leases may end a little late; ticking now and then is enough for them.
+        """
+        return min((load.deadline for load in self.loads.waiting.values()), default=None)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return plain values for status and metrics."""
+        return statistics.collect(self)
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def _asked(self, number: int, request: stimuli.LadderRequest) -> None:
+        try:
+            if self.stopping and not isinstance(request, stimuli.Goodbye):
+                raise Refusal(ErrorCode.STOPPING, "the daemon is stopping")
+            if isinstance(request, stimuli.Attach):
+                self._attach(number, request)
+                return
+            session = self.sessions.open.get(number)
+            if session is None:
+                raise Refusal(ErrorCode.NOT_ATTACHED, f"{type(request).__name__} needs an attach first")
+            self._check(session, request)
+            self._handlers[type(request)](session, request)
+        except Refusal as refusal:
+            self.stack.answer(number, Refused(id=request.id, code=refusal.code, message=str(refusal)))
+
+    def _check(self, session: Session, request: stimuli.LadderRequest) -> None:
+        """Refuse what the codec cannot see is wrong, before anything changes."""
+        if session.role is Role.WORKER and isinstance(request, SCHEDULER_ONLY):
+            raise Refusal(ErrorCode.NOT_ALLOWED, f"{type(request).__name__} is for the scheduler session")
+        keys: Sequence[BlockKey] = getattr(request, "keys", ())
+        groups = len(self.stack.primary.spaces[session.namespace].layout.groups)
+        for key in keys:
+            if key.group >= groups:
+                raise Refusal(ErrorCode.BAD_REQUEST, f"group {key.group}: the layout has {groups} groups")
+        self._check_tiers(request)
+        if isinstance(request, stimuli.PrepareStore):
+            _check_meta(request)
+
+    def _check_tiers(self, request: stimuli.LadderRequest) -> None:
+        named: list[str] = list(getattr(request, "tiers", None) or ())
+        scope = getattr(request, "scope", None)
+        if scope is not None:
+            named += (*(scope.load_from or ()), *(scope.store_to or ()))
+        if isinstance(request, stimuli.Inventory) and request.tier is not None:
+            named.append(request.tier)
+        for name in named:
+            if name not in self.stack.names:
+                known = ", ".join(self.stack.names)
+                raise Refusal(ErrorCode.UNKNOWN_TIER, f"no tier is named {name!r}; the tiers are {known}")
+
+    def _attach(self, number: int, request: stimuli.Attach) -> None:
+        if number in self.sessions.open:
+            raise Refusal(ErrorCode.NOT_ALLOWED, "the connection is attached already")
+        layout = request.layout
+        if request.rank >= layout.ranks:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"rank {request.rank}: the layout has {layout.ranks} ranks")
+        namespace = layout.namespace()
+        space = self._space(namespace, request)
+        space.sessions.add(number)
+        self.sessions.attach(
+            Session(
+                number=number,
+                engine=request.engine_id,
+                process=request.process,
+                namespace=namespace,
+                role=request.role,
+                rank=request.rank,
+                dp_rank=request.dp_rank,
+            )
+        )
+        geometry = space.geometry
+        self.stack.answer(
+            number,
+            Attached(
+                id=request.id,
+                session=number,
+                namespace=namespace,
+                pool_id=self.stack.pool_id,
+                pool_bytes=self.pool_bytes,
+                unit_bytes=UNIT,
+                slot_bytes=geometry.slot_bytes,
+                payload_bytes=geometry.payload_bytes,
+                rank_offsets=geometry.rank_offsets,
+                fence=self.sessions.fence,
+                tiers=self.stack.names,
+            ),
+        )
+
+    def _space(self, namespace: str, request: stimuli.Attach) -> PoolSpace:
+        """Return the layout's share of the pool with room for at least one slot in it."""
+        primary = self.stack.primary
+        space = primary.spaces.get(namespace)
+        if space is not None:
+            return space
+        policy = (primary.spec.policy or Lru)()
+        space = PoolSpace(request.layout, Geometry.of(request.layout), primary.extents, policy)
+        if not space.arena.grow() and not (self.stack.reclaim(space) and space.arena.grow()):
+            held = sum(len(other.sessions) for other in primary.spaces.values())
+            raise Refusal(
+                ErrorCode.POOL_EXHAUSTED,
+                f"no room for a slot of {space.geometry.slot_bytes} bytes in the pool"
+                f" of {self.pool_bytes} bytes ({primary.extents.free_units * UNIT} free, {held} sessions"
+                " of other layouts attached):"
+                " raise pool.bytes or stop engines of other layouts",
+            )
+        primary.spaces[namespace] = space
+        return space
+
+    def _touch(self, session: Session, request: stimuli.Touch) -> None:
+        count = 0
+        for key in reversed(request.keys):
+            block_id = BlockId(session.namespace, key)
+            for blocks in self.inventory.sets(session.namespace):
+                node = blocks.nodes.get(block_id)
+                if node is not None:
+                    blocks.touch(node)
+                    count += 1
+        self.stack.answer(session.number, Done(id=request.id, count=count))
+
+    def _evict(self, session: Session, request: stimuli.Evict) -> None:
+        tiers = self.stack.names if request.tiers is None else request.tiers
+        ids = [BlockId(session.namespace, key) for key in request.keys]
+        count = self.stack.evict(ids, tiers)
+        self.loads.cancelled()
+        self.stack.answer(session.number, Done(id=request.id, count=count))
+
+    def _reset(self, session: Session, request: stimuli.Reset) -> None:
+        tiers = self.stack.names if request.tiers is None else request.tiers
+        count = self.stack.reset(session.namespace, tiers)
+        self.loads.cancelled()
+        self.stack.answer(session.number, Done(id=request.id, count=count))
+
+    def _acknowledge(self, session: Session, request: stimuli.Acknowledge) -> None:
+        self.custody.acknowledged(session.engine, session.process, request.fence)
+        self.stack.answer(session.number, Done(id=request.id))
+
+    def _goodbye(self, session: Session, request: stimuli.Goodbye) -> None:
+        self._close(session.number)
+        others = self.sessions.of_engine(session.engine)
+        if all(other.process != session.process for other in others):
+            self.custody.process_gone(session.process, [session.engine])
+        else:
+            self.custody.acknowledged(session.engine, session.process, self.sessions.fence)
+        self.stack.answer(session.number, Done(id=request.id))
+
+    # -- ends ---------------------------------------------------------------------------------------
+
+    def _close(self, number: int) -> None:
+        session = self.sessions.open.pop(number, None)
+        if session is None:
+            return
+        self.inventory.forget(number)
+        self.loads.forget_session(number)
+        for job in [job for job in self.sessions.jobs.values() if job.session == number]:
+            self.stores.revoke(job)
+        for lease in [lease for lease in self.sessions.leases.values() if lease.session == number]:
+            self.loads.revoke(lease)
+        space = self.stack.primary.spaces.get(session.namespace)
+        if space is not None:
+            space.sessions.discard(number)
+
+    def _tick(self) -> None:
+        now = self.stack.now
+        self.loads.expire()
+        for job in [job for job in self.sessions.jobs.values() if job.deadline <= now]:
+            self.stores.revoke(job)
+        for lease in [lease for lease in self.sessions.leases.values() if lease.deadline <= now]:
+            self.loads.revoke(lease)
+
+    def _finished(self, op: int, outcomes: Sequence[stimuli.Outcome]) -> None:
+        operation = self.stack.operations.pop(op)
+        if operation.kind == "write":
+            self.cascade.wrote(operation, outcomes)
+        elif operation.kind == "read":
+            self.loads.read(operation, outcomes)
+        else:
+            self.cascade.deleted(operation, outcomes)
+
+    def _stop(self) -> None:
+        """Answer what waits and announce that the pool's blocks go away with the process."""
+        self.stopping = True
+        self.loads.finish_all()
+        for space in self.stack.primary.spaces.values():
+            for node in leaf_first(space.blocks):
+                self.stack.primary.forget(node)
+
+
+def _check_meta(request: stimuli.PrepareStore) -> None:
+    if request.meta and len(request.meta) != len(request.keys):
+        raise Refusal(ErrorCode.BAD_REQUEST, f"{len(request.meta)} meta for {len(request.keys)} keys")
+    for meta in request.meta:
+        if meta is not None and meta.parent in meta.hashes:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"block {meta.hashes[0]!r} names itself as its parent")

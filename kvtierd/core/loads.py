@@ -1,0 +1,264 @@
+"""Lookups and loads: state of many keys at once, leases on slots, promotions that a load waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtierd.core.custody import Custody
+from kvtierd.core.effects import Done, Loaded, LookedUp
+from kvtierd.core.model import BlockId, BlockKey, KeyState
+from kvtierd.core.promotion import Promotion
+from kvtierd.core.residency import Node, State
+from kvtierd.core.sessions import Lease, Session, Sessions
+from kvtierd.core.stack import Operation, Stack
+from kvtierd.core.stimuli import Load, Lookup, Outcome, Prefetch, Release
+from kvtierd.core.tier import PoolSpace
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A load that waits for promotions; ``nodes`` are pinned, in the order of the request."""
+
+    number: int
+    session: Session
+    request: int
+    deadline: float
+    nodes: list[Node] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+
+
+class Loads:
+    """Everything that reads."""
+
+    def __init__(self, stack: Stack, sessions: Sessions, custody: Custody, lease_ttl: float) -> None:
+        self._stack = stack
+        self._sessions = sessions
+        self._custody = custody
+        self._ttl = lease_ttl
+        self.promotion = Promotion(stack, self._node_settled)
+        self.waiting: dict[int, Waiting] = {}
+        self._touched: set[int] = set()
+
+    # -- lookup -------------------------------------------------------------------------------------
+
+    def lookup(self, session: Session, request: Lookup) -> None:
+        """Answer the state of each key; promote and lease the leading ones where asked."""
+        space = self._stack.primary.spaces[session.namespace]
+        states = [self._state(space, session.namespace, key) for key in request.keys]
+        prefix = _leading(state is not KeyState.MISS for state in states)
+        if request.promote:
+            self._promote(space, session.namespace, request.keys[:prefix], states)
+        leased = _leading(state is KeyState.HIT for state in states)
+        lease = None
+        if request.lease is not None and leased:
+            nodes = [space.blocks.nodes[BlockId(session.namespace, key)] for key in request.keys[:leased]]
+            lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
+        self._count(states)
+        self._stack.answer(
+            session.number,
+            LookedUp(
+                id=request.id,
+                states=tuple(states),
+                prefix=prefix,
+                lease=lease,
+                leased=leased if lease is not None else 0,
+            ),
+        )
+
+    def prefetch(self, session: Session, request: Prefetch) -> None:
+        """Start promotions of the leading loadable keys and answer at once."""
+        space = self._stack.primary.spaces[session.namespace]
+        states = [self._state(space, session.namespace, key) for key in request.keys]
+        prefix = _leading(state is not KeyState.MISS for state in states)
+        count = self._promote(space, session.namespace, request.keys[:prefix], states)
+        self._stack.answer(session.number, Done(id=request.id, count=count))
+
+    def _state(self, space: PoolSpace, namespace: str, key: BlockKey) -> KeyState:
+        block_id = BlockId(namespace, key)
+        node = space.blocks.get(block_id)
+        if node is not None:
+            if node.state is State.RESIDENT:
+                return KeyState.HIT
+            return KeyState.PENDING if node.state is State.LOADING else KeyState.MISS
+        return KeyState.COLD if self.promotion.source(space, block_id, None) is not None else KeyState.MISS
+
+    def _promote(
+        self, space: PoolSpace, namespace: str, keys: Sequence[BlockKey], states: list[KeyState]
+    ) -> int:
+        count = 0
+        held = []
+        for index, key in enumerate(keys):
+            block_id = BlockId(namespace, key)
+            if states[index] is KeyState.HIT:  # the room for a later block must not cost an earlier one
+                held.append(space.blocks.nodes[block_id])
+                space.blocks.pin(held[-1])
+            elif states[index] is KeyState.COLD:
+                tier = self.promotion.source(space, block_id, None)
+                if tier is None or self.promotion.start(space, block_id, tier) is None:
+                    break
+                states[index] = KeyState.PENDING
+                count += 1
+        for node in held:
+            space.unpin(node)
+        self.promotion.flush()
+        return count
+
+    def _count(self, states: Iterable[KeyState]) -> None:
+        for state in states:
+            self._stack.primary.counters[f"lookup_{state.name.lower()}"] += 1
+
+    # -- load ---------------------------------------------------------------------------------------
+
+    def load(self, session: Session, request: Load) -> None:
+        """Pin the leading keys, promote what is below, answer when all are there or the deadline is."""
+        scope = request.scope.load_from if request.scope is not None else None
+        space = self._stack.primary.spaces[session.namespace]
+        now = self._stack.now
+        load = Waiting(self._sessions.next_number(), session, request.id, now + request.deadline)
+        for key in request.keys:
+            node = self._obtain(space, BlockId(session.namespace, key), scope)
+            if node is None:
+                break
+            space.blocks.pin(node)
+            load.nodes.append(node)
+            load.sources.append(node.source if node.state is State.LOADING else self._stack.primary.name)
+        self.promotion.flush()
+        if request.deadline and not self._settled(load):
+            self.waiting[load.number] = load
+            for node in load.nodes:
+                if node.state is State.LOADING:
+                    node.waiters.append(load.number)
+        else:
+            self._finish(load)
+
+    def _obtain(self, space: PoolSpace, block_id: BlockId, scope: tuple[str, ...] | None) -> Node | None:
+        node = space.blocks.get(block_id)
+        if node is not None:
+            return None if node.state is State.RESERVED else node
+        tier = self.promotion.source(space, block_id, scope)
+        return self.promotion.start(space, block_id, tier) if tier is not None else None
+
+    @staticmethod
+    def _settled(load: Waiting) -> bool:
+        """Whether no better answer can come: a leading node failed, or all are there."""
+        for node in load.nodes:
+            if node.gone:
+                return True
+            if node.state is State.LOADING:
+                return False
+        return True
+
+    def _node_settled(self, node: Node) -> None:
+        self._touched.update(node.waiters)
+        node.waiters = []
+
+    def read(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
+        """Take a read's outcomes and answer the loads that waited for it."""
+        self.promotion.read(operation, outcomes)
+        self._answer_settled()
+
+    def cancelled(self) -> None:
+        """Answer loads whose blocks a reset took away."""
+        self._touched.update(
+            number for number, load in self.waiting.items() if any(n.gone for n in load.nodes)
+        )
+        self._answer_settled()
+
+    def _answer_settled(self) -> None:
+        touched, self._touched = self._touched, set()
+        for number in sorted(touched):
+            load = self.waiting.get(number)
+            if load is not None and self._settled(load):
+                self._finish(load)
+
+    def _finish(self, load: Waiting) -> None:
+        """Answer with the leading nodes that are there; unpin the rest."""
+        self.waiting.pop(load.number, None)
+        primary = self._stack.primary
+        count = _leading(node.state is State.RESIDENT and not node.gone for node in load.nodes)
+        nodes, sources = load.nodes[:count], load.sources[:count]
+        for node in load.nodes[count:]:
+            primary.unpin(node)
+        for node in reversed(nodes):  # so that the root ends as the most recent
+            primary.space_of(node).blocks.touch(node)
+        for source in sources:
+            primary.counters[f"load_from_{source}"] += 1
+        lease = self._lease(load.session, nodes, self._ttl, exposed=True, pinned=True) if nodes else 0
+        self._stack.answer(
+            load.session.number,
+            Loaded(
+                id=load.request,
+                lease=lease,
+                pool_id=self._stack.pool_id,
+                keys=tuple(node.block.id.key for node in nodes),
+                slots=tuple(node.slot for node in nodes),
+                generations=tuple(node.generation for node in nodes),
+                sources=tuple(sources),
+            ),
+        )
+
+    # -- leases -------------------------------------------------------------------------------------
+
+    def _lease(
+        self, session: Session, nodes: list[Node], seconds: float, *, exposed: bool, pinned: bool = False
+    ) -> int:
+        if not pinned:
+            for node in nodes:
+                node.pins += 1
+        number = self._sessions.next_number()
+        deadline = self._stack.now + seconds
+        self._sessions.leases[number] = Lease(
+            number, session.number, session.engine, deadline, nodes, exposed
+        )
+        return number
+
+    def release(self, session: Session, request: Release) -> None:
+        """End a lease on its holder's word, also when it had expired into quarantine."""
+        lease = self._sessions.leases.get(request.lease)
+        if lease is not None and lease.session == session.number:
+            del self._sessions.leases[lease.number]
+            self._unpin(lease.nodes)
+        else:
+            self._custody.resolve(request.lease, session.engine)
+        self._stack.answer(session.number, Done(id=request.id))
+
+    def revoke(self, lease: Lease) -> None:
+        """End a lease without its holder's word."""
+        del self._sessions.leases[lease.number]
+        if not lease.exposed:  # no slot was told to anybody
+            self._unpin(lease.nodes)
+            return
+        self._stack.primary.counters["leases_revoked"] += 1
+        self._custody.quarantine(lease.number, lease.session, lease.engine, lease.nodes)
+
+    def expire(self) -> None:
+        """Answer loads whose deadline has come with what is there."""
+        for load in [load for load in self.waiting.values() if load.deadline <= self._stack.now]:
+            self._stack.primary.counters["load_deadline"] += 1
+            self._finish(load)
+
+    def forget_session(self, number: int) -> None:
+        """Drop the waiting loads of a closed session."""
+        for load in [load for load in self.waiting.values() if load.session.number == number]:
+            del self.waiting[load.number]
+            self._unpin(load.nodes)
+
+    def finish_all(self) -> None:
+        """Answer every waiting load now."""
+        for load in list(self.waiting.values()):
+            self._finish(load)
+
+    def _unpin(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self._stack.primary.unpin(node)
+
+
+def _leading(flags: Iterable[bool]) -> int:
+    """Return how many leading flags are true."""
+    count = 0
+    for flag in flags:
+        if not flag:
+            break
+        count += 1
+    return count

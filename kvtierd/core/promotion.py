@@ -1,0 +1,97 @@
+"""From a secondary up into the pool: one read for each absent block, however many wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtierd.core.effects import BlockAt, Read
+from kvtierd.core.model import BlockId
+from kvtierd.core.residency import Node, State
+from kvtierd.core.stack import Operation, Stack
+from kvtierd.core.stimuli import Outcome, Status
+from kvtierd.core.tier import PoolSpace, SecondaryTier
+
+
+class Promotion:
+    """Reads from the secondaries into pool slots.
+
+    ``settled`` is called for every node that a load waits for when its read ended, well or not.
+    """
+
+    def __init__(self, stack: Stack, settled: Callable[[Node], None]) -> None:
+        self._stack = stack
+        self._settled = settled
+        self._batches: dict[str, list[tuple[Node, Node]]] = {}
+
+    def source(
+        self, space: PoolSpace, block_id: BlockId, tiers: tuple[str, ...] | None
+    ) -> SecondaryTier | None:
+        """Return the first secondary (of those named) that can serve the block."""
+        for tier in self._stack.secondaries:
+            if tiers is not None and tier.name not in tiers:
+                continue
+            node = tier.resident(block_id)
+            if node is None or block_id in tier.deletes:
+                continue
+            if node.block.payload_bytes == space.geometry.payload_bytes[block_id.key.group]:
+                return tier
+            tier.counters["wrong_size"] += 1
+        return None
+
+    def start(self, space: PoolSpace, block_id: BlockId, tier: SecondaryTier) -> Node | None:
+        """Reserve a slot and note the read; ``None`` when the pool has no room. :meth:`flush` sends it."""
+        below = tier.blocks.nodes[block_id]
+        below.pins += 1  # neither may the room made in the pool ever cost the source
+        node = Node(below.block, State.LOADING, generation=self._stack.next_generation())
+        node.pins = 1
+        node.source = tier.name
+        space.blocks.add(node)
+        slot = self._stack.take_slot(space)
+        if slot is None:
+            space.blocks.remove(node)
+            tier.blocks.unpin(below)
+            self._stack.primary.counters["promotion_no_room"] += 1
+            return None
+        node.slot = slot
+        tier.blocks.touch(below)
+        self._batches.setdefault(tier.name, []).append((node, below))
+        return node
+
+    def flush(self) -> None:
+        """Send the noted reads, one effect for each tier."""
+        for name, batch in self._batches.items():
+            tier = self._stack.by_name[name]
+            operation = Operation("read", tier, tuple(n for n, _ in batch), tuple(b for _, b in batch))
+            op = self._stack.begin(operation)
+            blocks = tuple(BlockAt(node.block, node.slot) for node, _ in batch)
+            self._stack.effects.append(Read(op, name, blocks))
+        self._batches = {}
+
+    def read(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
+        """Take a read's outcomes: visible in the pool, or never there."""
+        tier = operation.tier
+        corrupt: list[Node] = []
+        for node, below, outcome in zip(operation.nodes, operation.sources, outcomes, strict=True):
+            below.pins -= 1
+            tier.counters[f"read_{outcome.status.value}"] += 1
+            self._settle_source(tier, below, outcome, corrupt)
+            if outcome.status is Status.OK and not node.gone:
+                self._stack.primary.publish(node)
+            elif not node.gone:
+                self._stack.primary.forget(node)
+            self._stack.primary.unpin(node)
+            self._settled(node)
+        self._stack.delete(tier, corrupt, corrupt=True)
+
+    def _settle_source(self, tier: SecondaryTier, below: Node, outcome: Outcome, corrupt: list[Node]) -> None:
+        lost = outcome.status in (Status.CORRUPT, Status.GONE)
+        if outcome.status is not Status.OK:
+            tier.last_fault = outcome.reason or outcome.status.value
+        if below.gone:  # evicted meanwhile: its deletion waited for this read
+            self._stack.start_delete(tier, [below.block.id], corrupt=outcome.status is Status.CORRUPT)
+        elif outcome.status is Status.CORRUPT:
+            corrupt.append(below)
+        elif lost:
+            tier.forget(below)
+        else:
+            tier.blocks.offer(below)

@@ -1,0 +1,210 @@
+"""A set of blocks that can only be evicted from the leaves of their prefix chains.
+
+A block is a *leaf* when no block in the set names one of its hashes as parent. Blocks that are being written
+count as well, so a store protects its parent from the moment of its reservation, and a chain can never evict
+its own ancestors to make room for itself. Children are counted by the parent's event hash, not by pointer, so
+a child may arrive before its parent.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+
+from kvtierd.core.model import Block, BlockId
+from kvtierd.core.policies.base import Policy
+
+Link = tuple[str, int, "int | bytes"]
+
+
+class State(enum.Enum):
+    """A block's state in one tier; only RESIDENT is visible to lookups, events and inventory."""
+
+    RESERVED = "reserved"
+    LOADING = "loading"
+    WRITING = "writing"
+    RESIDENT = "resident"
+
+
+class Node:
+    """One block in one tier.
+
+    ``pins`` counts who needs the bytes to stay: jobs, leases, running operations, quarantines. A node that is
+    ``gone`` has left the set but keeps its slot until the last pin is taken away.
+    """
+
+    __slots__ = (
+        "block",
+        "generation",
+        "gone",
+        "link",
+        "offered",
+        "parent",
+        "pins",
+        "size",
+        "slot",
+        "source",
+        "state",
+        "touch",
+        "waiters",
+    )
+
+    def __init__(
+        self, block: Block, state: State, *, slot: int = -1, generation: int = 0, size: int = 0
+    ) -> None:
+        namespace, key = block.id
+        self.block = block
+        self.state = state
+        self.slot = slot
+        self.generation = generation
+        self.size = size
+        self.pins = 0
+        self.touch = 0
+        self.offered = 0
+        self.gone = False
+        self.link: Link = (namespace, key.group, block.hashes[-1])
+        meta = block.meta
+        self.parent: Link | None = (
+            (namespace, key.group, meta.parent) if meta is not None and meta.parent is not None else None
+        )
+        self.source = ""
+        self.waiters: list[int] = []
+
+    def __repr__(self) -> str:
+        gone = " gone" if self.gone else ""
+        name = self.block.id.key.hash[-4:].hex()
+        return f"<{name} {self.state.value} slot={self.slot} pins={self.pins}{gone}>"
+
+
+class ResidentSet:
+    """Blocks of one tier (or of one layout in the pool) under one policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.nodes: dict[BlockId, Node] = {}
+        self._children: dict[Link, int] = {}
+        self._owners: dict[Link, list[Node]] = {}
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes.values())
+
+    def get(self, block_id: BlockId) -> Node | None:
+        """Return the block's node in any state."""
+        return self.nodes.get(block_id)
+
+    def resident(self, block_id: BlockId) -> Node | None:
+        """Return the block's node if it is visible."""
+        node = self.nodes.get(block_id)
+        return node if node is not None and node.state is State.RESIDENT else None
+
+    def add(self, node: Node) -> None:
+        """Put a block in and protect its parent. Its id must not be in the set."""
+        assert node.block.id not in self.nodes, node
+        if node.parent is not None and self._closes_a_cycle(node):
+            node.parent = None  # such a ring of parents could never be evicted
+        self.nodes[node.block.id] = node
+        self._owners.setdefault(node.link, []).append(node)
+        if node.parent is not None:
+            self._children[node.parent] = self._children.get(node.parent, 0) + 1
+        self._policy.touch(node)
+        self.offer(node)
+
+    def remove(self, node: Node) -> None:
+        """Take a block out; its parent may become evictable. A pinned node keeps its slot till unpinned."""
+        del self.nodes[node.block.id]
+        node.gone = True
+        owners = self._owners[node.link]
+        owners.remove(node)
+        if not owners:
+            del self._owners[node.link]
+        if node.parent is None:
+            return
+        left = self._children[node.parent] - 1
+        if left:
+            self._children[node.parent] = left
+            return
+        del self._children[node.parent]
+        for parent in self._owners.get(node.parent, ()):
+            self.offer(parent)
+
+    def pin(self, node: Node) -> None:
+        """Keep the block's bytes in place."""
+        node.pins += 1
+
+    def unpin(self, node: Node) -> None:
+        """Take one pin away; a block without pins may be evicted."""
+        assert node.pins > 0, node
+        node.pins -= 1
+        self.offer(node)
+
+    def touch(self, node: Node) -> None:
+        """Note a use of the block."""
+        self._policy.touch(node)
+        self.offer(node)
+
+    def victim(self) -> Node | None:
+        """Return the block that eviction takes next, or ``None`` when all are pinned or parents."""
+        return self._policy.victim(self.evictable)
+
+    def evictable(self, node: Node) -> bool:
+        """Whether the block is in the set, unpinned and a leaf."""
+        return not node.gone and not node.pins and node.link not in self._children
+
+    def has_children(self, node: Node) -> bool:
+        """Whether some block of the set names this one as its parent."""
+        return node.link in self._children
+
+    def children_counts(self) -> dict[Link, int]:
+        """Return a copy of the child counts (for validation)."""
+        return dict(self._children)
+
+    def offer(self, node: Node) -> None:
+        """Tell the policy of a block that became evictable; no effect on others."""
+        if self.evictable(node):
+            self._policy.offer(node)
+
+    def _closes_a_cycle(self, node: Node) -> bool:
+        if node.parent == node.link:
+            return True
+        if node.link not in self._children:
+            return False
+        seen: set[Link] = set()
+        link = node.parent
+        while link is not None and link not in seen:
+            if link == node.link:
+                return True
+            seen.add(link)
+            owners = self._owners.get(link)
+            link = owners[0].parent if owners else None
+        return False
+
+
+def leaf_first(nodes: Iterable[Node]) -> list[Node]:
+    """Order blocks so that each comes before its parent (a ring, which ``add`` prevents, would be cut)."""
+    nodes = list(nodes)
+    children: dict[Link, int] = {}
+    for node in nodes:
+        if node.parent is not None:
+            children[node.parent] = children.get(node.parent, 0) + 1
+    owners: dict[Link, list[Node]] = {}
+    for node in nodes:
+        owners.setdefault(node.link, []).append(node)
+    ready = [node for node in nodes if node.link not in children]
+    ordered: list[Node] = []
+    while ready:
+        node = ready.pop()
+        ordered.append(node)
+        if node.parent is None:
+            continue
+        children[node.parent] -= 1
+        if not children[node.parent]:
+            ready.extend(owners.get(node.parent, ()))
+    return ordered
+
+
+def root_first(nodes: Iterable[Node]) -> list[Node]:
+    """Order blocks so that each comes after its parent."""
+    return leaf_first(nodes)[::-1]

@@ -1,0 +1,132 @@
+"""Who is attached, what each holds, and which freed slots may still be under somebody's DMA.
+
+A copy cannot be called back. When a job or a load's lease ends without the word of its holder (deadline,
+lost connection), its slots are *quarantined*: they stay pinned until every process of that engine that had
+mapped the pool at that moment has acknowledged the fence or is dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvtierd.core.model import BlockKey
+from kvtierd.core.residency import Node
+from kvtierd.core.stimuli import Role
+
+
+@dataclass(slots=True)
+class Job:
+    """A store between its reservation and its commit. ``failed``: keys that a worker gave up."""
+
+    number: int
+    session: int
+    engine: str
+    generation: int
+    deadline: float
+    nodes: dict[BlockKey, Node]
+    store_to: tuple[str, ...] | None
+    failed: set[BlockKey] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pins on blocks. ``exposed``: slots were told to the engine, so expiry needs a quarantine."""
+
+    number: int
+    session: int
+    engine: str
+    deadline: float
+    nodes: list[Node]
+    exposed: bool
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """Slots that stay pinned until ``waiting`` (process names) is empty."""
+
+    number: int
+    engine: str
+    session: int
+    fence: int
+    nodes: list[Node]
+    waiting: set[bytes]
+
+
+@dataclass(slots=True)
+class Session:
+    """One attached connection."""
+
+    number: int
+    engine: str
+    process: bytes
+    namespace: str
+    role: Role
+    rank: int
+    dp_rank: int
+
+
+@dataclass(slots=True)
+class Sessions:
+    """All sessions, jobs, leases and quarantines; numbers of the three come from one counter."""
+
+    open: dict[int, Session] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    quarantines: dict[int, Quarantine] = field(default_factory=dict)
+    mapped: dict[str, set[bytes]] = field(default_factory=dict)
+    """Engine id to the living processes that mapped the pool for it."""
+    fence: int = 0
+    _number: int = 0
+
+    def next_number(self) -> int:
+        """Return a fresh job or lease number, never 0."""
+        self._number += 1
+        return self._number
+
+    def attach(self, session: Session) -> None:
+        """Note a session and that its process maps the pool."""
+        self.open[session.number] = session
+        self.mapped.setdefault(session.engine, set()).add(session.process)
+
+    def of_engine(self, engine: str) -> list[Session]:
+        """Return the open sessions of an engine."""
+        return [session for session in self.open.values() if session.engine == engine]
+
+    def quarantine(self, number: int, session: int, engine: str, nodes: list[Node]) -> Quarantine | None:
+        """Hold nodes for the engine's processes; ``None`` when none of them lives: nothing is held."""
+        waiting = set(self.mapped.get(engine, ()))
+        if not waiting:
+            return None
+        self.fence += 1
+        held = Quarantine(number, engine, session, self.fence, nodes, waiting)
+        self.quarantines[number] = held
+        return held
+
+    def acknowledged(self, engine: str, process: bytes, fence: int) -> list[Quarantine]:
+        """Take a process's word up to ``fence``; return (and forget) quarantines that ended with it."""
+        ended = []
+        for held in self.quarantines.values():
+            if held.engine == engine and held.fence <= fence:
+                held.waiting.discard(process)
+                if not held.waiting:
+                    ended.append(held)
+        return self._forget(ended)
+
+    def process_gone(self, process: bytes, engines: Iterable[str] | None = None) -> list[Quarantine]:
+        """Note that a process no longer touches the pool (for the engines, ``None``: all of them)."""
+        ended: list[Quarantine] = []
+        for engine in list(self.mapped) if engines is None else engines:
+            processes = self.mapped.get(engine)
+            if processes is None:
+                continue
+            processes.discard(process)
+            if not processes:
+                del self.mapped[engine]
+            ended += self.acknowledged(engine, process, self.fence)
+        return ended
+
+    def _forget(self, ended: list[Quarantine]) -> list[Quarantine]:
+        for held in ended:
+            del self.quarantines[held.number]
+        return ended

@@ -1,0 +1,121 @@
+"""The pool's space: extents of units, cut into equal slots for each layout.
+
+Nothing here knows what a slot holds. A layout's :class:`Arena` takes extents from the :class:`ExtentMap` as
+it grows and gives whole ones back. All numbers are units of :data:`kvtierd.core.geometry.UNIT` bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+EXTENTS_PER_POOL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of units."""
+
+    start: int
+    units: int
+
+
+class ExtentMap:
+    """First-fit allocator of runs of units; neighbours merge when they come back."""
+
+    def __init__(self, units: int) -> None:
+        self.units = units
+        self._free: list[tuple[int, int]] = [(0, units)] if units else []
+
+    @property
+    def free_units(self) -> int:
+        """Units that no arena holds."""
+        return sum(units for _, units in self._free)
+
+    def take(self, wanted: int, multiple: int) -> Extent | None:
+        """Take up to ``wanted`` units in one run, a positive multiple of ``multiple``."""
+        for index, (start, units) in enumerate(self._free):
+            take = min(units, wanted) // multiple * multiple
+            if not take:
+                continue
+            if take == units:
+                del self._free[index]
+            else:
+                self._free[index] = (start + take, units - take)
+            return Extent(start, take)
+        return None
+
+    def give(self, extent: Extent) -> None:
+        """Give a run back."""
+        index = bisect.bisect(self._free, (extent.start, 0))
+        self._free.insert(index, (extent.start, extent.units))
+        merged: list[tuple[int, int]] = []
+        for start, units in self._free[max(0, index - 1) : index + 2]:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + units)
+            else:
+                merged.append((start, units))
+        self._free[max(0, index - 1) : index + 2] = merged
+
+
+class Arena:
+    """One layout's equal slots."""
+
+    def __init__(self, extents: ExtentMap, slot_units: int) -> None:
+        self._map = extents
+        self.slot_units = slot_units
+        self.extents: list[Extent] = []
+        self._free: list[int] = []
+        self.slots = 0
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    def grow(self) -> bool:
+        """Take one more extent from the pool; ``False`` when no run of one slot is left."""
+        wanted = max(self.slot_units, self._map.units // EXTENTS_PER_POOL)
+        extent = self._map.take(wanted, self.slot_units)
+        if extent is None:
+            return False
+        self.extents.append(extent)
+        self.slots += extent.units // self.slot_units
+        # Reversed, so that slots are handed out from the low end.
+        self._free.extend(
+            range(extent.start + extent.units - self.slot_units, extent.start - 1, -self.slot_units)
+        )
+        return True
+
+    def take(self) -> int | None:
+        """Take a free slot (its first unit), growing if need be."""
+        if not self._free and not self.grow():
+            return None
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """Give a slot back; nobody may touch its bytes any more."""
+        self._free.append(slot)
+
+    def shrink(self) -> int:
+        """Give every wholly free extent back to the pool; return how many units."""
+        free = set(self._free)
+        kept: list[Extent] = []
+        returned = 0
+        for extent in self.extents:
+            slots = range(extent.start, extent.start + extent.units, self.slot_units)
+            if all(slot in free for slot in slots):
+                free.difference_update(slots)
+                self.slots -= len(slots)
+                self._map.give(extent)
+                returned += extent.units
+            else:
+                kept.append(extent)
+        if returned:
+            self.extents = kept
+            self._free = [slot for slot in self._free if slot in free]
+        return returned
+
+    def free_list(self) -> tuple[int, ...]:
+        """Return the free slots (for validation)."""
+        return tuple(self._free)

@@ -1,0 +1,150 @@
+"""The tiers stacked under one roof: slot allocation, operation numbers, and removal from any tier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
+from kvtierd.core.model import BlockId
+from kvtierd.core.policies.lru import Lru
+from kvtierd.core.residency import Node, State, leaf_first
+from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, TierSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Work in flight at an edge. ``nodes`` are what it holds: pool nodes for reads, tier nodes for writes."""
+
+    kind: str
+    tier: SecondaryTier
+    nodes: tuple[Node, ...] = ()
+    sources: tuple[Node, ...] = ()
+
+
+class Stack:
+    """The primary tier and the secondaries in drain order, and the effects of the current turn."""
+
+    def __init__(
+        self, pool_id: str, pool_units: int, primary: TierSpec, secondaries: Sequence[TierSpec]
+    ) -> None:
+        self.pool_id = pool_id
+        self.primary = PrimaryTier(primary, pool_units)
+        self.secondaries = [SecondaryTier(spec, (spec.policy or Lru)()) for spec in secondaries]
+        self.by_name = {tier.name: tier for tier in self.secondaries}
+        self.effects: list[Effect] = []
+        self.operations: dict[int, Operation] = {}
+        self.now = 0.0
+        self._op = itertools.count(1)
+        self._generation = itertools.count(1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tier names, primary first."""
+        return (self.primary.name, *self.by_name)
+
+    def answer(self, session: int, reply: LadderReply) -> None:
+        """Queue an answer."""
+        self.effects.append(Answer(session, reply))
+
+    def next_generation(self) -> int:
+        """Return a number that no earlier reservation of this pool had."""
+        return next(self._generation)
+
+    def begin(self, operation: Operation) -> int:
+        """Register work in flight and return its number."""
+        op = next(self._op)
+        self.operations[op] = operation
+        return op
+
+    # -- room in the pool ---------------------------------------------------------------------------
+
+    def take_slot(self, space: PoolSpace) -> int | None:
+        """Return a slot that is free, new, given up by a detached layout, or evicted; else ``None``."""
+        slot = space.arena.take()
+        if slot is None and self.reclaim(space):
+            slot = space.arena.take()
+        if slot is None and (victim := space.blocks.victim()) is not None:
+            self.primary.counters["evictions"] += 1
+            self.primary.forget(victim)
+            slot = space.arena.take()
+        return slot
+
+    def reclaim(self, wanting: PoolSpace) -> bool:
+        """Take the extents of detached layouts away from them; their blocks get removals, leaf first."""
+        returned = 0
+        for namespace, space in list(self.primary.spaces.items()):
+            if space is wanting or space.sessions:
+                continue
+            for node in leaf_first(node for node in space.blocks if not node.pins):
+                self.primary.forget(node)
+            returned += space.arena.shrink()
+            if not space.arena.extents and not space.blocks.nodes:
+                del self.primary.spaces[namespace]
+        return returned > 0
+
+    # -- removal ------------------------------------------------------------------------------------
+
+    def evict(self, ids: Iterable[BlockId], tiers: Sequence[str]) -> int:
+        """Remove blocks from tiers, last one first; return how many residencies ended."""
+        count = 0
+        for block_id in reversed(list(ids)):
+            if self.primary.name in tiers and (node := self.primary.resident(block_id)) is not None:
+                self.primary.forget(node)
+                count += 1
+        for tier in self.secondaries:
+            if tier.name in tiers:
+                count += self._evict_secondary(tier, ids)
+        return count
+
+    def reset(self, namespace: str, tiers: Sequence[str]) -> int:
+        """Remove a namespace from tiers, leaf first, work in flight included; return residencies ended."""
+        count = 0
+        space = self.primary.spaces.get(namespace)
+        if space is not None and self.primary.name in tiers:
+            for node in leaf_first(space.blocks):
+                count += node.state is State.RESIDENT
+                self.primary.forget(node)  # stores and promotions under way carry old bytes too
+        for tier in self.secondaries:
+            if tier.name in tiers:
+                nodes = leaf_first(node for node in tier.blocks if node.block.id.namespace == namespace)
+                count += self._evict_secondary(tier, [node.block.id for node in reversed(nodes)])
+                for block_id in [wanted for wanted in tier.wanted if wanted.namespace == namespace]:
+                    del tier.wanted[block_id]
+        return count
+
+    def _evict_secondary(self, tier: SecondaryTier, ids: Iterable[BlockId]) -> int:
+        victims = []
+        for block_id in reversed(list(ids)):
+            tier.wanted.pop(block_id, None)
+            node = tier.blocks.get(block_id)
+            if node is None:
+                continue
+            if node.state is State.WRITING:
+                tier.doomed.add(block_id)
+            else:
+                victims.append(node)
+        self.delete(tier, victims)
+        return len(victims)
+
+    def retire(self, tier: SecondaryTier, node: Node) -> None:
+        """Forget a visible block of a tier; its bytes count until :meth:`start_delete`'s work is done."""
+        tier.forget(node)
+        tier.deletes[node.block.id] = node.size
+        tier.deleting += node.size
+
+    def delete(self, tier: SecondaryTier, nodes: Sequence[Node], *, corrupt: bool = False) -> None:
+        """Forget visible blocks of a tier and have their storage deleted.
+
+        A block that is being read is deleted when the read ends (the promotion sees to it).
+        """
+        for node in nodes:
+            self.retire(tier, node)
+        self.start_delete(tier, [node.block.id for node in nodes if not node.pins], corrupt=corrupt)
+
+    def start_delete(self, tier: SecondaryTier, ids: Sequence[BlockId], *, corrupt: bool = False) -> None:
+        """Hand a deletion to the tier's workers; the ids are already noted in ``tier.deletes``."""
+        if ids:
+            op = self.begin(Operation("delete", tier))
+            self.effects.append(Delete(op, tier.name, tuple(ids), corrupt))

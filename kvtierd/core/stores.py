@@ -1,0 +1,168 @@
+"""Stores: reserve slots, let the engine copy, make the blocks visible at once on commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtierd.core.cascade import Cascade
+from kvtierd.core.custody import Custody
+from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, SkipReason
+from kvtierd.core.residency import Link, Node, State
+from kvtierd.core.sessions import Job, Session, Sessions
+from kvtierd.core.stack import Stack
+from kvtierd.core.stimuli import Abort, Commit, Fail, PrepareStore
+from kvtierd.core.tier import PoolSpace
+
+
+class Stores:
+    """Store jobs from reservation to commit, abort or expiry."""
+
+    def __init__(
+        self, stack: Stack, sessions: Sessions, custody: Custody, cascade: Cascade, job_ttl: float
+    ) -> None:
+        self._stack = stack
+        self._sessions = sessions
+        self._custody = custody
+        self._cascade = cascade
+        self._ttl = job_ttl
+
+    def prepare(self, session: Session, request: PrepareStore) -> None:
+        """Reserve what can be reserved; what cannot is named with the reason."""
+        space = self._stack.primary.spaces[session.namespace]
+        metas: Sequence[BlockMeta | None] = request.meta or (None,) * len(request.keys)
+        reserved: dict[BlockKey, Node] = {}
+        skipped: list[Skipped] = []
+        refused: set[Link] = set()
+        generation = self._stack.next_generation()
+        for key, meta in zip(request.keys, metas, strict=True):
+            block = Block(
+                BlockId(session.namespace, key),
+                space.geometry.payload_bytes[key.group],
+                meta,
+                session.dp_rank,
+            )
+            node = Node(block, State.RESERVED, generation=generation)
+            reason = self._reserve(space, node, refused)
+            if reason is None:
+                reserved[key] = node
+                continue
+            skipped.append(Skipped(key, reason))
+            self._stack.primary.counters[f"store_skipped_{reason.value}"] += 1
+            if reason in (SkipReason.NO_ROOM, SkipReason.PARENT_REFUSED):
+                refused.add(node.link)
+        number = self._open_job(session, request, reserved, generation) if reserved else 0
+        self._copy_down(session, request, skipped)
+        self._stack.answer(
+            session.number,
+            Prepared(
+                id=request.id,
+                job=number,
+                generation=generation,
+                pool_id=self._stack.pool_id,
+                keys=tuple(reserved),
+                slots=tuple(node.slot for node in reserved.values()),
+                skipped=tuple(skipped),
+            ),
+        )
+
+    def _reserve(self, space: PoolSpace, node: Node, refused: set[Link]) -> SkipReason | None:
+        there = space.blocks.get(node.block.id)
+        if there is not None:
+            if there.state is not State.RESIDENT:
+                return SkipReason.PENDING
+            space.blocks.touch(there)
+            return SkipReason.RESIDENT
+        if node.parent in refused:
+            return SkipReason.PARENT_REFUSED
+        node.pins = 1
+        space.blocks.add(node)  # from here on its parent is no candidate for eviction
+        slot = self._stack.take_slot(space)
+        if slot is None:
+            space.blocks.remove(node)
+            return SkipReason.NO_ROOM
+        node.slot = slot
+        return None
+
+    def _copy_down(self, session: Session, request: PrepareStore, skipped: Sequence[Skipped]) -> None:
+        """Let blocks that are in the pool already reach the secondaries that this store asks for."""
+        ids = [BlockId(session.namespace, skip.key) for skip in skipped if skip.reason is SkipReason.RESIDENT]
+        if ids:
+            self._cascade.want(ids, request.scope.store_to if request.scope is not None else None)
+
+    def _open_job(
+        self, session: Session, request: PrepareStore, nodes: dict[BlockKey, Node], generation: int
+    ) -> int:
+        number = self._sessions.next_number()
+        self._sessions.jobs[number] = Job(
+            number=number,
+            session=session.number,
+            engine=session.engine,
+            generation=generation,
+            deadline=self._stack.now + self._ttl,
+            nodes=nodes,
+            store_to=request.scope.store_to if request.scope is not None else None,
+        )
+        return number
+
+    def commit(self, session: Session, request: Commit) -> None:
+        """Make the job's blocks visible and start their way down; answered when they are visible."""
+        job = self._sessions.jobs.get(request.job)
+        if job is None or job.session != session.number:
+            self._custody.resolve(request.job, session.engine)
+            self._refuse(
+                session, request.id, ErrorCode.UNKNOWN_JOB, f"job {request.job} is not open: not stored"
+            )
+            return
+        if (request.pool_id, request.generation) != (self._stack.pool_id, job.generation):
+            self._end(job)
+            self._refuse(session, request.id, ErrorCode.STALE_POOL, "another pool or generation: not stored")
+            return
+        void = job.failed.union(request.failed)
+        stored = []
+        for key, node in job.nodes.items():
+            if key not in void and not node.gone:
+                self._stack.primary.publish(node)
+                stored.append(key)
+        self._end(job)
+        self._stack.answer(session.number, Committed(id=request.id, stored=tuple(stored)))
+        self._cascade.want((BlockId(session.namespace, key) for key in stored), job.store_to)
+
+    def abort(self, session: Session, request: Abort) -> None:
+        """End a job without storing; the slots are free, on the scheduler's word."""
+        job = self._sessions.jobs.get(request.job)
+        if job is not None and job.session == session.number:
+            self._end(job)
+        else:
+            self._custody.resolve(request.job, session.engine)
+        self._stack.answer(session.number, Done(id=request.id))
+
+    def fail(self, session: Session, request: Fail) -> None:
+        """Void keys of a job on a worker's word."""
+        job = self._sessions.jobs.get(request.job)
+        if job is None or job.engine != session.engine:
+            self._refuse(session, request.id, ErrorCode.UNKNOWN_JOB, f"job {request.job} is not open")
+            return
+        keys = [key for key in request.keys if key in job.nodes]
+        job.failed.update(keys)
+        self._stack.answer(session.number, Done(id=request.id, count=len(keys)))
+
+    def _end(self, job: Job) -> None:
+        """Close a job whose copies are known to be over; what is not visible by now never was."""
+        del self._sessions.jobs[job.number]
+        for node in job.nodes.values():
+            if not node.gone and node.state is State.RESERVED:
+                self._stack.primary.forget(node)
+            self._stack.primary.unpin(node)
+
+    def revoke(self, job: Job) -> None:
+        """End a job without its scheduler's word: nothing is stored, the slots go into quarantine."""
+        del self._sessions.jobs[job.number]
+        self._stack.primary.counters["jobs_revoked"] += 1
+        for node in job.nodes.values():
+            if not node.gone:
+                self._stack.primary.forget(node)
+        self._custody.quarantine(job.number, job.session, job.engine, list(job.nodes.values()))
+
+    def _refuse(self, session: Session, request: int, code: ErrorCode, message: str) -> None:
+        self._stack.answer(session.number, Refused(id=request, code=code, message=message))

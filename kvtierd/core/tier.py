@@ -1,0 +1,180 @@
+"""A tier: what is resident in it, and its own queue of events for placement changes that really happened."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvtierd.core.geometry import Geometry
+from kvtierd.core.model import Block, BlockId, EventKind, Layout, Locality, Medium, TierEvent
+from kvtierd.core.policies.base import Policy
+from kvtierd.core.residency import Node, ResidentSet, State
+from kvtierd.core.slots import Arena, ExtentMap
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """What the tier file says of a tier. ``capacity`` and ``budget`` in bytes; ``None`` means unbounded.
+
+    ``estimate`` gives the bytes that a block will occupy; ``budget`` bounds bytes in flight to the tier.
+    """
+
+    name: str
+    medium: Medium
+    locality: Locality | None = None
+    events: bool = True
+    policy: Callable[[], Policy] | None = None
+    capacity: int | None = None
+    budget: int = 256 << 20
+    estimate: Callable[[Block], int] = lambda block: block.payload_bytes
+
+
+class Tier:
+    """Name, labels, event queue and counters: what the primary and the secondaries have in common."""
+
+    def __init__(self, spec: TierSpec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.counters: Counter[str] = Counter()
+        self.last_fault = ""
+        self._queue: list[TierEvent] = []
+
+    def announce(self, kind: EventKind, block: Block) -> None:
+        """Queue one placement change, once per change."""
+        self.counters[kind.value] += 1
+        if self.spec.events:
+            self._queue.append(TierEvent(kind, self.name, self.spec.medium, self.spec.locality, block))
+
+    def take_events(self) -> list[TierEvent]:
+        """Return and empty the queue, oldest first."""
+        events, self._queue = self._queue, []
+        return events
+
+
+class PoolSpace:
+    """One layout's share of the pool: its slots and the blocks in them."""
+
+    def __init__(self, layout: Layout, geometry: Geometry, extents: ExtentMap, policy: Policy) -> None:
+        self.layout = layout
+        self.geometry = geometry
+        self.arena = Arena(extents, geometry.units)
+        self.blocks = ResidentSet(policy)
+        self.sessions: set[int] = set()
+        self.leaving: set[Node] = set()
+        """Nodes that left the set but are pinned: their slots are not free yet."""
+
+    def unpin(self, node: Node) -> None:
+        """Take a pin away and free the slot of a node that was only waiting for that."""
+        self.blocks.unpin(node)
+        if node.gone and not node.pins:
+            self.leaving.discard(node)
+            self.arena.give(node.slot)
+
+    def drop(self, node: Node) -> None:
+        """Take a node out of the set; its slot is freed now or with its last pin."""
+        self.blocks.remove(node)
+        if node.pins:
+            self.leaving.add(node)
+        else:
+            self.arena.give(node.slot)
+
+
+class PrimaryTier(Tier):
+    """The CPU tier: the slots of the pool ARE its storage."""
+
+    def __init__(self, spec: TierSpec, pool_units: int) -> None:
+        super().__init__(spec)
+        self.extents = ExtentMap(pool_units)
+        self.spaces: dict[str, PoolSpace] = {}
+
+    def nodes(self) -> Iterator[Node]:
+        """Iterate over the blocks of all layouts."""
+        for space in self.spaces.values():
+            yield from space.blocks
+
+    def space_of(self, node: Node) -> PoolSpace:
+        """Return the layout's share that a node lives in."""
+        return self.spaces[node.block.id.namespace]
+
+    def get(self, block_id: BlockId) -> Node | None:
+        """Return a block's node in any state."""
+        space = self.spaces.get(block_id.namespace)
+        return space.blocks.get(block_id) if space is not None else None
+
+    def resident(self, block_id: BlockId) -> Node | None:
+        """Return a block's node if it is visible."""
+        node = self.get(block_id)
+        return node if node is not None and node.state is State.RESIDENT else None
+
+    def unpin(self, node: Node) -> None:
+        """Take a pin away, wherever the node lives."""
+        self.space_of(node).unpin(node)
+
+    def forget(self, node: Node) -> None:
+        """Take a block away and announce that, if it was visible."""
+        self.space_of(node).drop(node)
+        if node.state is State.RESIDENT:
+            self.announce(EventKind.REMOVED, node.block)
+
+    def publish(self, node: Node) -> None:
+        """Make a reserved or loading block visible and announce it."""
+        node.state = State.RESIDENT
+        self.announce(EventKind.STORED, node.block)
+
+
+class SecondaryTier(Tier):
+    """A tier below the pool, kept by a backend; its content is known from this index alone.
+
+    ``used`` counts resident blocks, ``writing`` and ``deleting`` what operations in flight occupy, so that
+    the three together never exceed the capacity.
+    """
+
+    def __init__(self, spec: TierSpec, policy: Policy) -> None:
+        super().__init__(spec)
+        self.blocks = ResidentSet(policy)
+        self.used = 0
+        self.writing = 0
+        self.deleting = 0
+        self.in_flight = 0
+        self.wanted: OrderedDict[BlockId, None] = OrderedDict()
+        """Blocks to be written when there is budget and room; not pinned, dropped when evicted before."""
+        self.deletes: dict[BlockId, int] = {}
+        """Bytes of blocks whose deletion is in flight: no other operation may name them."""
+        self.doomed: set[BlockId] = set()
+        """Blocks whose write is in flight and unwanted by now."""
+        self.scanning = True
+        self.unannounced: dict[BlockId, None] = {}
+        """Found by the scan, to be announced when it ends."""
+        self.removed_in_scan: set[BlockId] = set()
+
+    def resident(self, block_id: BlockId) -> Node | None:
+        """Return a block's node if it is visible."""
+        return self.blocks.resident(block_id)
+
+    def busy(self, block_id: BlockId) -> bool:
+        """Whether an operation on the block is in flight, so that no other may start."""
+        node = self.blocks.get(block_id)
+        return block_id in self.deletes or (node is not None and node.state is State.WRITING)
+
+    def fits(self, size: int) -> bool:
+        """Whether ``size`` more bytes fit now, with all that is in flight."""
+        capacity = self.spec.capacity
+        return capacity is None or self.used + self.writing + self.deleting + size <= capacity
+
+    def insert(self, node: Node) -> None:
+        """Put a visible block in and announce it, or note it while the scan runs."""
+        node.state = State.RESIDENT
+        self.used += node.size
+        self.announce(EventKind.STORED, node.block)
+
+    def forget(self, node: Node) -> None:
+        """Take a visible block out and announce that, unless nobody was told of it yet."""
+        self.blocks.remove(node)
+        self.used -= node.size
+        if self.scanning:
+            self.removed_in_scan.add(node.block.id)
+        if node.block.id in self.unannounced:
+            del self.unannounced[node.block.id]
+        else:
+            self.announce(EventKind.REMOVED, node.block)

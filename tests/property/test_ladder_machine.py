@@ -1,0 +1,239 @@
+"""Random lives of a ladder: at every quiet point fold(stream) == inventory == what storage really holds.
+
+The model is the rig's memory and storage: which bytes lie where. A load that was answered must find its own
+bytes in every slot, although engines die, copy late, time out and are reset, and tiers fail and restart.
+"""
+
+from collections import OrderedDict
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtierd.core.effects import Loaded, Prepared
+from kvtierd.core.geometry import UNIT
+from kvtierd.core.invariants import validate
+from kvtierd.core.stimuli import (
+    Abort,
+    Acknowledge,
+    Found,
+    FoundBlock,
+    Load,
+    ProcessDied,
+    Release,
+    SessionClosed,
+    Status,
+    Touch,
+)
+from kvtierd.testing.rig import LadderRig, fs_spec, key, meta
+
+CHAINS = [[base + depth for depth in range(5)] for base in (0, 10, 20, 30)]
+chains = st.sampled_from(CHAINS)
+lengths = st.integers(1, 5)
+faults = st.sampled_from(
+    [Status.OK, Status.OK, Status.OK, Status.FAILED, Status.CORRUPT, Status.GONE, Status.FULL]
+)
+
+
+class LadderMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.jobs: list[Prepared] = []
+        self.leases: list[int] = []
+        self.loads: list[int] = []
+        self.zombies: list[Prepared] = []
+        """Jobs that were revoked while their process may still be copying."""
+
+    @initialize(
+        slots=st.integers(2, 12), disk=st.integers(1, 12), lake=st.one_of(st.none(), st.integers(3, 20))
+    )
+    def start(self, slots, disk, lake):
+        self.slots = slots
+        self.specs = [fs_spec("disk", disk, budget=3 * UNIT), fs_spec("lake", lake)]
+        self.rig = LadderRig(slots, self.specs)
+
+    # -- the engine ---------------------------------------------------------------------------------
+
+    @rule(chain=chains, length=lengths, rich=st.booleans())
+    def prepare(self, chain, length, rich):
+        numbers = chain[:length]
+        metas = [meta(n, numbers[i - 1] if i else None) for i, n in enumerate(numbers)] if rich else ()
+        job = self.rig.prepare([key(n) for n in numbers], metas)
+        if job.keys:
+            self.jobs.append(job)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), fail=st.booleans())
+    def commit(self, data, fail):
+        job = self.jobs.pop(data.draw(st.integers(0, len(self.jobs) - 1)))
+        self.rig.commit(job, failed=job.keys[:1] if fail else ())
+
+    @precondition(lambda self: self.jobs)
+    @rule()
+    def abort(self):
+        self.rig.ask(Abort, job=self.jobs.pop().job)
+
+    @rule(chain=chains, length=lengths, lease=st.sampled_from([None, 0.5, 30.0]), promote=st.booleans())
+    def lookup(self, chain, length, lease, promote):
+        answer = self.rig.lookup(*chain[:length], lease=lease, promote=promote)
+        if answer.lease is not None:
+            self.leases.append(answer.lease)
+
+    @rule(chain=chains, length=lengths, deadline=st.sampled_from([0.0, 1.0]))
+    def load(self, chain, length, deadline):
+        self.loads.append(self.rig.ask(Load, keys=tuple(map(key, chain[:length])), deadline=deadline))
+        self.collect()
+
+    def collect(self):
+        for number in [number for number in self.loads if number in self.rig.answers]:
+            self.loads.remove(number)
+            answer = self.rig.answers[number]
+            if isinstance(answer, Loaded):
+                got = self.rig.loaded(number)
+                if got.lease:
+                    self.leases.append(got.lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        self.rig.ask(Release, lease=self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1))))
+
+    @rule(chain=chains, length=lengths)
+    def touch(self, chain, length):
+        self.rig.ask(Touch, keys=tuple(map(key, chain[:length])))
+
+    @rule(chain=chains, length=lengths, tiers=st.sampled_from([None, ("cpu",), ("disk",), ("lake",)]))
+    def evict(self, chain, length, tiers):
+        self.rig.evict(*chain[:length], tiers=tiers)
+
+    @rule(tiers=st.sampled_from([(), ("cpu",), ("disk",)]))
+    def reset(self, tiers):
+        self.rig.reset(*tiers)
+
+    # -- trouble ------------------------------------------------------------------------------------
+
+    @rule(status=faults)
+    def fault(self, status):
+        def judge(op, tier, block_id):
+            if tier != "disk" or (op == "write") != (status is Status.FULL):
+                return Status.OK
+            return status if op != "delete" else Status.OK
+
+        self.rig.judge = judge
+
+    @rule()
+    def hold(self):
+        self.rig.hold = True
+
+    @rule(reverse=st.booleans())
+    def let_go(self, reverse):
+        self.rig.hold = False
+        self.rig.run_held(reverse=reverse)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 100.0]))
+    def advance(self, seconds):
+        before = dict(self.rig.ladder.sessions.jobs)
+        self.rig.advance(seconds)
+        self.bury([number for number in before if number not in self.rig.ladder.sessions.jobs])
+
+    @rule(died=st.booleans())
+    def lose_the_session(self, died):
+        """The connection breaks; the process dies with it, or lives on and copies late."""
+        numbers = [job.job for job in self.jobs]
+        self.rig.feed(SessionClosed(self.rig.session))
+        self.leases.clear()
+        self.loads.clear()
+        self.bury(numbers)
+        if died:
+            self.rig.feed(ProcessDied(b"p0"))
+            self.zombies.clear()
+        self.rig.session = self.rig.attach()
+
+    def bury(self, numbers):
+        self.zombies += [job for job in self.jobs if job.job in numbers]
+        self.jobs = [job for job in self.jobs if job.job not in numbers]
+
+    @precondition(lambda self: self.zombies)
+    @rule()
+    def late_copy(self):
+        """A revoked job's process writes into its slots; nobody else may be hurt."""
+        for slot in self.zombies[-1].slots:
+            self.rig.memory[slot] = "written by a zombie"
+
+    @rule()
+    def acknowledge(self):
+        self.zombies.clear()
+        self.rig.ask(Acknowledge, fence=self.rig.ladder.sessions.fence)
+
+    @rule()
+    def restart(self):
+        """A new daemon on the old storage: the pool is empty, the tiers are found again."""
+        self.let_go(reverse=False)
+        old = self.rig
+        self.rig = LadderRig(self.slots, self.specs, scanned=False)
+        self.rig.storage = old.storage
+        for spec in self.specs:
+            blocks = [FoundBlock(block, UNIT) for block in old.storage[spec.name].values()]
+            half = len(blocks) // 2
+            self.rig.feed(Found(spec.name, blocks[half:]))
+            self.rig.feed(Found(spec.name, blocks[:half], last=True))
+        for leftovers in (self.jobs, self.leases, self.loads, self.zombies):
+            leftovers.clear()
+
+    # -- what must hold -----------------------------------------------------------------------------
+
+    @invariant()
+    def sound(self):
+        if not hasattr(self, "rig"):
+            return
+        self.collect()
+        validate(self.rig.ladder)
+        assert self.rig.folded() == self.rig.inventory()
+        if not self.rig.held:
+            self.quiet()
+
+    def quiet(self):
+        rig = self.rig
+        inventory = rig.inventory()
+        for spec in self.specs:
+            stored = {block_id.key for block_id in rig.storage[spec.name]}
+            listed = {entry for tier, entry in inventory if tier == spec.name}
+            assert listed <= stored, "announced but not there"
+        for node in rig.ladder.stack.primary.nodes():
+            if node.state.value == "resident":
+                assert rig.memory[node.slot] == node.block.id, "a visible block has other bytes"
+
+    def teardown(self):
+        if hasattr(self, "rig"):
+            self.let_go(reverse=False)
+            self.rig.check()
+
+
+TestLadderMachine = LadderMachine.TestCase
+TestLadderMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["store", "load"]), st.integers(0, 11)), max_size=120),
+    st.integers(1, 6),
+)
+def test_without_chains_the_pool_is_plain_lru(operations, slots):
+    """Compared with an OrderedDict, the simplest LRU there is."""
+    rig = LadderRig(slots)
+    model: OrderedDict[int, None] = OrderedDict()
+    for verb, number in operations:
+        if verb == "store":
+            rig.store(number)
+            model[number] = None
+            model.move_to_end(number)
+            if len(model) > slots:
+                model.popitem(last=False)
+        else:
+            got = rig.load(number)
+            assert bool(got.keys) == (number in model)
+            if got.keys:
+                model.move_to_end(number)
+                rig.release(got.lease)
+    rig.check()
+    assert {entry for _, entry in rig.inventory()} == {key(number) for number in model}

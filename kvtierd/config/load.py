@@ -117,6 +117,7 @@ class _Report:
         self._path = path
         self._lines = document.lines
         self._overrides = overrides
+        self._unreadable = {key_path for key_path, _, _ in document.problems}
         self.lines: list[tuple[int, str]] = []
 
     def origin(self, key_path: KeyPath) -> str:
@@ -132,6 +133,13 @@ class _Report:
 
     def add(self, key_path: KeyPath, message: str) -> None:
         """Add a problem at a path: its own place, else that of the section around it."""
+        if key_path in self._unreadable:
+            return  # said already, and better
+        if key_path not in self._lines:
+            for path, name in self._overrides.items():
+                if path[: len(key_path)] == key_path:
+                    self.add_variable(name, message, key_path)
+                    return
         for length in range(len(key_path), -1, -1):
             if key_path[:length] in self._overrides:
                 self.add_variable(self._overrides[key_path[:length]], message, key_path)

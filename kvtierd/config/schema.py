@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvtierd.config.endpoints import UNIX_PATH_MAX, Endpoint, parse_endpoint, parse_listen
-from kvtierd.config.units import Duration, Limit, Size
+from kvtierd.config.fields import Duration, Limit, Size
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Locality
 
@@ -34,15 +34,13 @@ Problem = tuple[tuple[str | int, ...], str]
 """Path of the offending key and what is wrong with it."""
 
 BestEffort = Literal["auto", "require", "off"]
-"""``auto``: try, and say in status what came of it. ``require``: refuse to start without. ``off``: no attempt."""
+"""``auto``: try, and say in status what came of it. ``require``: refuse to start without. ``off``: never."""
 
 
 def _to_path(value: object) -> object:
-    if isinstance(value, str):
-        if not value.startswith("/") or "\0" in value:
-            raise ValueError("write an absolute path")
-        return Path(value)
-    return value
+    if not isinstance(value, (str, Path)) or not str(value).startswith("/") or "\0" in str(value):
+        raise ValueError("write an absolute path")
+    return Path(value)
 
 
 def _to_locality(value: object) -> object:
@@ -51,6 +49,12 @@ def _to_locality(value: object) -> object:
     if value not in ("LOCAL", "REMOTE"):
         raise ValueError("write LOCAL or REMOTE, upper case, or leave the key out")
     return Locality(value)
+
+
+def _check_version(value: object) -> object:
+    if type(value) is not int or value != 1:  # Literal alone takes true and 1.0
+        raise ValueError("write version: 1, the only one there is")
+    return value
 
 
 def _check_endpoint(value: str) -> str:
@@ -188,7 +192,7 @@ class Engine(_Section):
 class TierFile(_Section):
     """A whole tier file. The order of ``tiers`` is the order in which their events are drained."""
 
-    version: Literal[1]
+    version: Annotated[Literal[1], BeforeValidator(_check_version)]
     runtime_dir: AbsolutePath = Path("/run/kvtierd")
     state_dir: AbsolutePath = Path("/var/lib/kvtierd")
     pool: Pool

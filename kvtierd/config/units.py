@@ -7,9 +7,6 @@ and always carries its unit: ``5s``, ``500ms``, ``2m``, ``1h``.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 _SIZE_UNITS = {
     "B": 1,
@@ -25,8 +22,8 @@ _SIZE_UNITS = {
     "PB": 10**15,
 }
 _DURATION_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_SIZE_PATTERN = r"^[0-9]+ ?(B|[KMGTP]i?B)$"
-_DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h)$"
+SIZE_PATTERN = r"^[0-9]+ ?(B|[KMGTP]i?B)$"
+DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)?(ms|s|m|h)$"
 _MAX_BYTES = 1 << 62
 
 
@@ -38,7 +35,7 @@ def parse_size(value: object) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
-    elif isinstance(value, str) and re.match(_SIZE_PATTERN, value, re.ASCII):
+    elif isinstance(value, str) and re.match(SIZE_PATTERN, value, re.ASCII):
         digits = re.match(r"[0-9]+", value)
         assert digits is not None
         size = int(digits.group()) * _SIZE_UNITS[value[digits.end() :].strip()]
@@ -71,7 +68,7 @@ def parse_duration(value: object) -> float:
     Raises:
         ValueError: it is not a positive number with a unit.
     """
-    match = re.match(_DURATION_PATTERN, value, re.ASCII) if isinstance(value, str) else None
+    match = re.match(DURATION_PATTERN, value, re.ASCII) if isinstance(value, str) else None
     if match is None:
         raise ValueError("write a duration with its unit: 5s, 500ms, 2m or 1h")
     unit = match.group(2)
@@ -88,39 +85,3 @@ def format_duration(seconds: float) -> str:
         if count >= 1 and abs(count - round(count)) < 1e-6:
             return f"{round(count)}{unit}"
     return f"{seconds * 1000:.6f}ms"
-
-
-def _parse_limit(value: object) -> int | str:
-    return value if value == "unlimited" and isinstance(value, str) else parse_size(value)
-
-
-def _format_limit(value: int | str) -> str:
-    return value if isinstance(value, str) else format_size(value)
-
-
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "exclusiveMinimum": 0},
-        {"type": "string", "pattern": _SIZE_PATTERN, "examples": ["8GiB"]},
-    ]
-}
-
-Size = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    PlainSerializer(format_size, when_used="json"),
-    WithJsonSchema(_SIZE_SCHEMA),
-]
-Duration = Annotated[
-    float,
-    BeforeValidator(parse_duration),
-    Field(gt=0),
-    PlainSerializer(format_duration, when_used="json"),
-    WithJsonSchema({"type": "string", "pattern": _DURATION_PATTERN, "examples": ["5s"]}),
-]
-Limit = Annotated[
-    int | Literal["unlimited"],
-    PlainValidator(_parse_limit),
-    PlainSerializer(_format_limit, when_used="json"),
-    WithJsonSchema({"anyOf": [{"const": "unlimited"}, *_SIZE_SCHEMA["anyOf"]]}),
-]

@@ -1,0 +1,91 @@
+"""The command ``kvtierd``: finds the command's module and turns its outcome into an exit code.
+
+A module in :data:`COMMANDS` has ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of the
+command that was asked for is imported: one that cannot be imported breaks no other, and ``--help`` is fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from kvtierd import __version__
+from kvtierd.errors import ExitCode, KvtierdError
+
+COMMANDS = {
+    "serve": ("kvtierd.cli.serve", "run the daemon"),
+    "check": ("kvtierd.cli.check", "check a tier file and show the values in force"),
+    "schema": ("kvtierd.cli.schema", "print the JSON Schema of the tier file"),
+    "status": ("kvtierd.cli.status", "ask a running daemon how it is"),
+    "events": ("kvtierd.cli.events", "watch the event stream"),
+    "demo": ("kvtierd.cli.demo", "run a small daemon, a workload and a router's view of it"),
+    "bench": ("kvtierd.cli.bench", "measure the daemon on this machine"),
+    "version": ("kvtierd.cli.version", "print the version"),
+}
+
+Subparsers = Any
+"""``argparse._SubParsersAction``, which has no public name."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends with sysexits' usage code instead of argparse's own."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (sysexits.h); messages of errors go to stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else ExitCode.OK
+    except KvtierdError as error:
+        print(f"kvtierd: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except BrokenPipeError:
+        # The reader went away (head, less): not our failure. Keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return ExitCode.INTERNAL
+
+
+def _run(arguments: list[str]) -> int:
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = _Parser(prog="kvtierd", description="KV-cache tier daemon for LLM inference engines.")
+    parser.add_argument("--version", action="version", version=f"kvtierd {__version__}")
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    run: Callable[[argparse.Namespace], int] | None = None
+    for name, (module_name, help_text) in COMMANDS.items():
+        if name == wanted:
+            module = _import(name, module_name)
+            module.add_parser(subparsers)
+            run = module.run
+        else:
+            subparsers.add_parser(name, help=help_text)
+    args = parser.parse_args(arguments)
+    if run is None:
+        parser.print_help(sys.stderr)
+        return ExitCode.USAGE
+    return int(run(args))
+
+
+def _import(name: str, module_name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        what = (
+            "is not part of this build" if error.name == module_name else f"needs the package {error.name!r}"
+        )
+        raise KvtierdError(f"the command {name!r} {what}") from None

@@ -1,0 +1,155 @@
+"""``kvtierd status``: asks a running daemon over its socket. Imports the client, never the daemon.
+
+The report is a tree whose keys may grow; what is not known here is printed as it is, what is missing is left
+out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtierd.cli.main import Subparsers
+from kvtierd.errors import ExitCode, Unavailable
+
+DEFAULT_RUNTIME_DIR = "/run/kvtierd"
+_FULL_BY = (("bytes", "max_bytes"), ("used_bytes", "max_bytes"), ("bytes", "capacity_bytes"))
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's arguments."""
+    parser = subparsers.add_parser(
+        "status",
+        help="ask a running daemon how it is",
+        description="Print the status of a running daemon. Exit code 0: it answered, 69: none does.",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--socket", metavar="PATH", help=f"default: {DEFAULT_RUNTIME_DIR}/engine.sock")
+    where.add_argument("--config", metavar="F", help="find the socket through this tier file")
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print nothing, only set the exit code")
+    parser.add_argument(
+        "--deadline", type=_seconds, default=2.0, metavar="S", help="seconds to wait (default 2)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 0, or 69 where no daemon answers."""
+    from kvtierd.client import Client
+
+    try:
+        client = Client(str(_socket(args)), deadline=args.deadline)
+        try:
+            report = client.status()
+        finally:
+            client.close()
+    except Unavailable:
+        if args.quiet:
+            return ExitCode.UNAVAILABLE
+        raise
+    if args.json and not args.quiet:
+        print(json.dumps(report, indent=2, default=str))
+    elif not args.quiet:
+        print("\n".join(render(report)))
+    return ExitCode.OK
+
+
+def render(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a report for people: plain values, then sections and tables."""
+    plain = {key: value for key, value in report.items() if not isinstance(value, (Mapping, list, tuple))}
+    if plain:
+        yield "  ".join(f"{_text(key)} {_value(key, value)}" for key, value in plain.items())
+    for key in [key for key in report if key not in plain]:
+        rows = _rows(report[key])
+        if rows is None:
+            yield f"{_text(key)}:"
+            yield from (f"  {name}: {value}" for name, value in _facts(report[key]))
+        elif rows:
+            yield f"{_text(key)}:"
+            yield from (f"  {line}" for line in _table(rows))
+        else:
+            yield f"{_text(key)}: none"
+
+
+def _rows(section: Any) -> list[dict[str, str]] | None:
+    """Return a list, or a mapping of names to mappings without plain values, as rows of a table."""
+    if isinstance(section, Mapping):
+        children = list(section.values())
+        if not children or not all(isinstance(child, Mapping) and len(child) > 1 for child in children):
+            return None
+        if any("state" in child and "name" not in child for child in children):
+            return None
+        entries: list[Any] = [{"name": key, **child} for key, child in section.items()]
+    else:
+        entries = list(section)
+    return [_row(entry) if isinstance(entry, Mapping) else {"": _text(entry)} for entry in entries]
+
+
+def _row(entry: Mapping[str, Any]) -> dict[str, str]:
+    row = dict(_facts(entry))
+    for used, limit in _FULL_BY:
+        top = entry.get(limit)
+        if isinstance(entry.get(used), int) and isinstance(top, int) and top > 0:
+            row["full"] = f"{100 * entry[used] / top:.1f}%"
+            break
+    return row
+
+
+def _facts(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, value) of everything in a section, in its order."""
+    for key, value in section.items():
+        name = f"{prefix}{_text(key)}"
+        if isinstance(value, Mapping) and "state" in value and set(value) <= {"state", "reason"}:
+            reason = value.get("reason")
+            yield name, _text(value["state"]) + (f" ({_text(reason)})" if reason else "")
+        elif isinstance(value, Mapping):
+            yield from _facts(value, f"{name}.")
+        elif isinstance(value, (list, tuple)):
+            yield name, ", ".join(_text(item) for item in value) or "none"
+        else:
+            yield name, _value(key, value)
+
+
+def _table(rows: list[dict[str, str]]) -> Iterable[str]:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    widths = {column: max(len(column), *(len(row.get(column, "-")) for row in rows)) for column in columns}
+    yield "  ".join(column.ljust(widths[column]) for column in columns).rstrip()
+    for row in rows:
+        yield "  ".join(row.get(column, "-").ljust(widths[column]) for column in columns).rstrip()
+
+
+def _value(key: object, value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int) and str(key).endswith("bytes"):
+        from kvtierd.config.units import human_size
+
+        return human_size(value)
+    return f"{value:.3f}" if isinstance(value, float) else _text(value)
+
+
+def _text(value: object) -> str:
+    """Return ``str(value)`` with what a terminal could take for a command made visible."""
+    text = str(value)
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 3600:
+        raise ValueError(text)
+    return value
+
+
+def _socket(args: argparse.Namespace) -> Path:
+    if args.socket:
+        return Path(args.socket)
+    if args.config:
+        from kvtierd.config.load import load_tier_file
+
+        return load_tier_file(args.config, os.environ).tier_file.runtime_dir / "engine.sock"
+    return Path(os.environ.get("KVTIERD__RUNTIME_DIR", DEFAULT_RUNTIME_DIR)) / "engine.sock"

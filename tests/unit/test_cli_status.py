@@ -1,0 +1,159 @@
+"""``kvtierd status``: what people see of a report, and what happens without a daemon."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvtierd.client
+from kvtierd.cli.main import main
+from kvtierd.cli.status import render
+from kvtierd.errors import ExitCode, Unavailable
+
+REPORT = {
+    "version": "0.1.0",
+    "uptime_seconds": 12.5,
+    "ready": True,
+    "pool": {
+        "id": "ab" * 16,
+        "bytes": 1 << 30,
+        "prefaulted_bytes": 1 << 29,
+        "achieved": {
+            "lock": {"state": "not locked", "reason": "no CAP_IPC_LOCK"},
+            "huge_pages": {"state": "off"},
+        },
+    },
+    "tiers": [
+        {"name": "cpu", "medium": "CPU", "blocks": 3, "bytes": 1 << 20, "max_bytes": 4 << 20},
+        {"name": "disk", "medium": "STORAGE", "locality": "LOCAL", "blocks": 7, "max_bytes": "unlimited"},
+    ],
+    "sessions": [],
+    "events": {"sequence": 41, "endpoints": ["tcp://127.0.0.1:5557"], "dropped": None},
+}
+
+
+class FakeClient:
+    """A daemon's answer without a daemon."""
+
+    answer = REPORT
+    asked = []  # noqa: RUF012
+
+    def __init__(self, path, deadline=1.0):
+        self.asked.append((path, deadline))
+
+    def status(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def daemon(monkeypatch):
+    monkeypatch.setattr(kvtierd.client, "Client", FakeClient)
+    monkeypatch.setattr(FakeClient, "asked", [])
+    monkeypatch.delenv("KVTIERD__RUNTIME_DIR", raising=False)
+    return FakeClient
+
+
+def test_a_report_is_plain_lines_and_tables():
+    assert list(render(REPORT)) == [
+        "version 0.1.0  uptime_seconds 12.500  ready yes",
+        "pool:",
+        f"  id: {'ab' * 16}",
+        "  bytes: 1.0 GiB",
+        "  prefaulted_bytes: 512.0 MiB",
+        "  achieved.lock: not locked (no CAP_IPC_LOCK)",
+        "  achieved.huge_pages: off",
+        "tiers:",
+        "  name  medium   blocks  bytes    max_bytes  full   locality",
+        "  cpu   CPU      3       1.0 MiB  4.0 MiB    25.0%  -",
+        "  disk  STORAGE  7       -        unlimited  -      LOCAL",
+        "sessions: none",
+        "events:",
+        "  sequence: 41",
+        "  endpoints: tcp://127.0.0.1:5557",
+        "  dropped: -",
+    ]
+
+
+def test_tiers_by_name_are_a_table_too():
+    assert list(render({"tiers": {"cpu": {"blocks": 1, "hits": 2}, "disk": {"blocks": 5, "hits": 0}}})) == [
+        "tiers:",
+        "  name  blocks  hits",
+        "  cpu   1       2",
+        "  disk  5       0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [{}, {"pool": {}}, {"tiers": [{}]}, {"tiers": ["x", 1]}, {"a": {"b": {"c": []}}}, {"t": {"x": {}}}],
+)
+def test_a_report_with_anything_missing_is_still_shown(report):
+    assert all(isinstance(line, str) for line in render(report))
+
+
+def test_names_from_engines_cannot_steer_the_terminal():
+    assert "\x1b" not in "\n".join(
+        render({"sessions": [{"engine": "\x1b[2Jevil\n", "a": 1}], "x": "\x1b]0;t\x07"})
+    )
+
+
+def test_status_prints_a_table_json_or_nothing(daemon, capsys):
+    assert main(["status"]) == ExitCode.OK
+    assert "sessions: none" in capsys.readouterr().out
+    assert main(["status", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out) == REPORT
+    assert main(["status", "--quiet"]) == ExitCode.OK
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_socket_is_given_or_found_through_file_or_variable(daemon, monkeypatch, tmp_path):
+    path = tmp_path / "tiers.yaml"
+    path.write_text(
+        "version: 1\nruntime_dir: /x/run\npool: { bytes: 1GiB }\ntiers: [{ name: cpu, type: cpu }]\n"
+    )
+    main(["status"])
+    main(["status", "--socket", "/a/b.sock", "--deadline", "0.5"])
+    main(["status", "--config", str(path)])
+    monkeypatch.setenv("KVTIERD__RUNTIME_DIR", "/y")
+    main(["status"])
+    assert daemon.asked == [
+        ("/run/kvtierd/engine.sock", 2.0),
+        ("/a/b.sock", 0.5),
+        ("/x/run/engine.sock", 2.0),
+        ("/y/engine.sock", 2.0),
+    ]
+
+
+def test_without_a_daemon_it_exits_69_with_one_line(daemon, monkeypatch, capsys):
+    monkeypatch.setattr(daemon, "answer", Unavailable("no daemon at /x"))
+    assert main(["status"]) == ExitCode.UNAVAILABLE
+    assert capsys.readouterr() == ("", "kvtierd: no daemon at /x\n")
+    assert main(["status", "--quiet"]) == ExitCode.UNAVAILABLE
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("deadline", ["0", "-1", "nan", "inf", "soon"])
+def test_a_deadline_without_sense_is_wrong_usage(deadline):
+    assert main(["status", "--deadline", deadline]) == ExitCode.USAGE
+
+
+def test_the_real_client_finds_no_daemon_and_imports_none(tmp_path):
+    code = (
+        "import sys\nfrom kvtierd.cli.main import main\n"
+        "from kvtierd.cli.status import render\n"
+        "list(render({'pool': {'bytes': 1}}))\n"
+        f"rc = main(['status', '--deadline', '0.2', '--socket', {str(tmp_path / 'none.sock')!r}])\n"
+        "heavy = {'kvtierd.daemon', 'zmq', 'pydantic', 'torch', 'numpy', 'uvloop'} & set(sys.modules)\n"
+        "print(rc, sorted(heavy))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "69 []\n"
+    assert len(done.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Sizes, durations and limits as pydantic field types; :mod:`kvtierd.config.units` says how they are written."""
+"""Sizes, durations and limits as pydantic field types; their spelling is in :mod:`kvtierd.config.units`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,9 @@
+"""vLLM glue: ``KvtierdConnector`` and ``KvtierdOffloadingSpec`` (vLLM 0.32).
+
+Used by name in ``--kv-transfer-config``; imported by vLLM's processes only, never by the daemon.
+"""
+
+from kvtierd.engines.vllm.connector import KvtierdConnector
+from kvtierd.engines.vllm.spec import KvtierdOffloadingSpec
+
+__all__ = ["KvtierdConnector", "KvtierdOffloadingSpec"]

@@ -1,0 +1,63 @@
+# mypy: disable-error-code="import-not-found,import-untyped,misc"
+"""vLLM's ``OffloadingSpec``: makes the scheduler's manager and each worker's copier."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+
+from kvtierd.client import Client, Session
+from kvtierd.core.stimuli import Role
+from kvtierd.engines.vllm.identity import Identity
+from kvtierd.engines.vllm.manager import KvtierdManager
+from kvtierd.engines.vllm.settings import Settings
+from kvtierd.engines.vllm.worker import KvtierdWorker
+from kvtierd.errors import KvtierdError
+
+logger = logging.getLogger(__name__)
+
+
+def open_session(settings: Settings, identity: Identity, role: Role) -> Session | None:
+    """Connect and attach; a daemon that is not there yet is found later, by the session itself.
+
+    ``None``: the daemon is there and refuses this engine. That is logged and the engine runs without cache.
+    """
+    client = Client(settings.socket, deadline=settings.deadline)
+    try:
+        return client.attach(
+            identity.layout,
+            engine_id=identity.engine_id,
+            dp_rank=identity.dp_rank,
+            role=role,
+            rank=identity.rank,
+        )
+    except KvtierdError as error:
+        logger.error("kvtierd: the daemon refuses this engine, which runs without cache: %s", error)
+        return None
+
+
+class KvtierdOffloadingSpec(OffloadingSpec):
+    """Use it through :class:`KvtierdConnector`, which binds what it makes; unbound it stores nothing."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.settings = Settings.of(self.extra_config)
+        self._identity: Identity | None = None
+
+    def bind(self, identity: Identity) -> None:
+        """Say who this process is; before :meth:`get_worker`."""
+        self._identity = identity
+
+    def get_manager(self) -> OffloadingManager:
+        """Make the scheduler side; it is inert until it is bound."""
+        return KvtierdManager(self)
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Make the worker side over its own session with the daemon."""
+        if self._identity is None:
+            logger.warning("kvtierd: without kv_connector=KvtierdConnector nothing is stored or loaded")
+            return KvtierdWorker(None, None, kv_caches, self.blocks_per_chunk)
+        session = open_session(self.settings, self._identity, Role.WORKER)
+        return KvtierdWorker(session, self._identity, kv_caches, self.blocks_per_chunk)

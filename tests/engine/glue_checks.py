@@ -1,0 +1,31 @@
+"""Runs the checks of the vLLM glue inside vLLM's environment and prints one JSON object, name to failure.
+
+By hand: ``PYTHONPATH=. .venvs/vllm/bin/python tests/engine/glue_checks.py``. ``test_glue.py`` turns each
+``check_*`` function, one promise each, into a test.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+
+import glue_scheduler_checks
+import glue_worker_checks
+
+
+def run():
+    """Run every check; ``None`` for a kept promise, else the traceback."""
+    results = {}
+    for module in (glue_scheduler_checks, glue_worker_checks):
+        for name, check in vars(module).items():
+            if name.startswith("check_"):
+                try:
+                    check()
+                    results[name] = None
+                except Exception:
+                    results[name] = traceback.format_exc()
+    return results
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

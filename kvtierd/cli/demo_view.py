@@ -34,11 +34,12 @@ _PLAIN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """One tier's occupancy in blocks."""
+    """One tier's occupancy, as the daemon's status has it. ``label``: what its events call the place."""
 
     name: str
     blocks: int
-    capacity: int
+    used_bytes: int
+    capacity_bytes: int
     label: str
 
 
@@ -129,7 +130,7 @@ def picture(frame: Frame, width: int, ink: Ink) -> list[str]:
         *(_gauge_line(gauge, cells, ink) for gauge in frame.gauges),
         "",
         f"  {'served':<10}{stacked(frame.served, cells, ink)}",
-        f"  {'':<10}{_shares(frame.served, ink)}",
+        f"  {'':<10}" + "   ".join(f"{ink(n, n)} {share:4.0%}" for n, share in _shares(frame.served)),
         "",
         *(
             f"  {rate.name:<10}{ink('dim', sparkline(rate.course, cells))}  {rate.text}"
@@ -146,24 +147,24 @@ def picture(frame: Frame, width: int, ink: Ink) -> list[str]:
 
 def plain_line(frame: Frame) -> str:
     """Return a frame as one line for a log."""
-    tiers = ", ".join(f"{gauge.name} {gauge.blocks}/{gauge.capacity}" for gauge in frame.gauges)
+    tiers = ", ".join(f"{gauge.name} {gauge.blocks} blocks" for gauge in frame.gauges)
+    served = ", ".join(f"{share:.0%} {name}" for name, share in _shares(frame.served))
     rates = ", ".join(f"{rate.name} {rate.text}" for rate in frame.rates)
     return (
-        f"{frame.elapsed:5.1f} s  {frame.done:>4} of {frame.total} requests  blocks: {tiers}  "
-        f"served: {_shares(frame.served, Ink(enabled=False))}  {rates}"
+        f"{frame.elapsed:5.1f} s  {frame.done:>4} of {frame.total} requests | {tiers} | "
+        f"served {served} | {rates}"
     )
 
 
 def _gauge_line(gauge: Gauge, cells: int, ink: Ink) -> str:
-    filled = ink(gauge.name, bar(gauge.blocks / gauge.capacity, cells))
-    return (
-        f"  {gauge.name:<10}{filled}  {gauge.blocks:>5} of {gauge.capacity} blocks  {ink('dim', gauge.label)}"
-    )
+    filled = ink(gauge.name, bar(gauge.used_bytes / gauge.capacity_bytes, cells))
+    room = f"{human_bytes(gauge.used_bytes)} of {human_bytes(gauge.capacity_bytes)}"
+    return f"  {gauge.name:<10}{filled}  {gauge.blocks:>5} blocks  {ink('dim', f'{room}  {gauge.label}')}"
 
 
-def _shares(served: Sequence[tuple[str, int]], ink: Ink) -> str:
+def _shares(served: Sequence[tuple[str, int]]) -> list[tuple[str, float]]:
     total = sum(count for _, count in served) or 1
-    return "   ".join(f"{ink(name, name)} {count / total:4.0%}" for name, count in served)
+    return [(name, count / total) for name, count in served]
 
 
 def _verdict(frame: Frame, ink: Ink) -> str:

@@ -17,6 +17,7 @@ from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ExitCode, Unavailable
 
 DEFAULT_RUNTIME_DIR = "/run/kvtierd"
+_ONLY_IN_JSON = ("counters", "movers", "extent_bytes", "deleting_bytes")
 _FULL_BY = (("bytes", "max_bytes"), ("used_bytes", "max_bytes"), ("bytes", "capacity_bytes"))
 
 
@@ -25,10 +26,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "status",
         help="ask a running daemon how it is",
-        description="Print the status of a running daemon. Exit code 0: it answered, 69: none does.",
+        description="Print the status of a running daemon; --json has every figure."
+        " Exit code 0: it answered, 69: none does.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--socket", metavar="PATH", help=f"default: {DEFAULT_RUNTIME_DIR}/engine.sock")
+    where.add_argument("--socket", metavar="PATH", help=f"default: {DEFAULT_RUNTIME_DIR}/control.sock")
     where.add_argument("--config", metavar="F", help="find the socket through this tier file")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing, only set the exit code")
@@ -63,7 +65,7 @@ def render(report: Mapping[str, Any]) -> Iterator[str]:
     plain = {key: value for key, value in report.items() if not isinstance(value, (Mapping, list, tuple))}
     if plain:
         yield "  ".join(f"{_text(key)} {_value(key, value)}" for key, value in plain.items())
-    for key in [key for key in report if key not in plain]:
+    for key in [key for key in report if key not in plain and key not in _ONLY_IN_JSON]:
         rows = _rows(report[key])
         if rows is None:
             yield f"{_text(key)}:"
@@ -100,8 +102,10 @@ def _row(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _facts(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, value) of everything in a section, in its order."""
+    """Yield (dotted name, value) of everything in a section that is for people, in its order."""
     for key, value in section.items():
+        if key in _ONLY_IN_JSON:
+            continue
         name = f"{prefix}{_text(key)}"
         if isinstance(value, Mapping) and "state" in value and set(value) <= {"state", "reason"}:
             reason = value.get("reason")
@@ -151,5 +155,5 @@ def _socket(args: argparse.Namespace) -> Path:
     if args.config:
         from kvtierd.config.load import load_tier_file
 
-        return load_tier_file(args.config, os.environ).tier_file.runtime_dir / "engine.sock"
-    return Path(os.environ.get("KVTIERD__RUNTIME_DIR", DEFAULT_RUNTIME_DIR)) / "engine.sock"
+        return load_tier_file(args.config, os.environ).tier_file.runtime_dir / "control.sock"
+    return Path(os.environ.get("KVTIERD__RUNTIME_DIR", DEFAULT_RUNTIME_DIR)) / "control.sock"

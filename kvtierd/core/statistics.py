@@ -8,7 +8,7 @@ from kvtierd.core.geometry import UNIT
 
 if TYPE_CHECKING:
     from kvtierd.core.ladder import Ladder
-    from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier
+    from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier
 
 
 def collect(ladder: Ladder) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def collect(ladder: Ladder) -> dict[str, Any]:
     sessions = ladder.sessions
     stack = ladder.stack
     return {
-        "tiers": [_primary(stack.primary), *(_secondary(tier) for tier in stack.secondaries)],
+        "tiers": [_primary(stack.primary), *(_secondary(tier, stack.primary) for tier in stack.secondaries)],
         "layouts": [_space(namespace, space) for namespace, space in stack.primary.spaces.items()],
         "sessions": [
             {
@@ -47,22 +47,33 @@ def _primary(tier: PrimaryTier) -> dict[str, Any]:
         "locality": None,
         "blocks": blocks,
         "used_bytes": used,
-        "extent_bytes": held,
         "capacity_bytes": tier.extents.units * UNIT,
+        **_flow(tier, tier),
+        "extent_bytes": held,
         "counters": dict(tier.counters),
     }
 
 
-def _secondary(tier: SecondaryTier) -> dict[str, Any]:
+def _flow(tier: Tier, primary: PrimaryTier) -> dict[str, int]:
+    """Return what went in and out since the start, in blocks; a load counts for the tier that served it."""
+    names = ("stored", "removed", "evictions")
+    return {
+        **{name: tier.counters[name] for name in names},
+        "loads": primary.counters[f"load_from_{tier.name}"],
+    }
+
+
+def _secondary(tier: SecondaryTier, primary: PrimaryTier) -> dict[str, Any]:
     return {
         "name": tier.name,
         "medium": tier.spec.medium.value,
         "locality": tier.spec.locality.value if tier.spec.locality is not None else None,
         "blocks": len(tier.blocks),
         "used_bytes": tier.used,
+        "capacity_bytes": tier.spec.capacity,
+        **_flow(tier, primary),
         "writing_bytes": tier.writing,
         "deleting_bytes": tier.deleting,
-        "capacity_bytes": tier.spec.capacity,
         "wanted": len(tier.wanted),
         "scanning": tier.scanning,
         "last_fault": tier.last_fault,

@@ -123,10 +123,10 @@ def test_the_socket_is_given_or_found_through_file_or_variable(daemon, monkeypat
     monkeypatch.setenv("KVTIERD__RUNTIME_DIR", "/y")
     main(["status"])
     assert daemon.asked == [
-        ("/run/kvtierd/engine.sock", 2.0),
+        ("/run/kvtierd/control.sock", 2.0),
         ("/a/b.sock", 0.5),
-        ("/x/run/engine.sock", 2.0),
-        ("/y/engine.sock", 2.0),
+        ("/x/run/control.sock", 2.0),
+        ("/y/control.sock", 2.0),
     ]
 
 

@@ -1,0 +1,37 @@
+"""What an engine imports to use the daemon: a blocking and an asyncio client with the same verbs.
+
+A miss is a value: while no daemon is there, every verb answers at once that nothing is cached and nothing was
+stored. Standard library and msgspec only.
+"""
+
+from kvtierd.client.asynchronous import AsyncClient, AsyncJob, AsyncLoaded, AsyncLookup, AsyncSession
+from kvtierd.client.blocking import Client, Job, Loaded, Lookup, Session
+from kvtierd.core.effects import InventoryEntry, Skipped
+from kvtierd.core.model import BlockKey, BlockMeta, Group, KeyState, Layout, Scope, SkipReason
+from kvtierd.core.stimuli import Role
+from kvtierd.errors import RequestRefused, Unavailable
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJob",
+    "AsyncLoaded",
+    "AsyncLookup",
+    "AsyncSession",
+    "BlockKey",
+    "BlockMeta",
+    "Client",
+    "Group",
+    "InventoryEntry",
+    "Job",
+    "KeyState",
+    "Layout",
+    "Loaded",
+    "Lookup",
+    "RequestRefused",
+    "Role",
+    "Scope",
+    "Session",
+    "SkipReason",
+    "Skipped",
+    "Unavailable",
+]

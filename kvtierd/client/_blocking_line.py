@@ -1,0 +1,197 @@
+"""The waiting half of the blocking client: a lock, a socket and a clock around :class:`Channel`."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvtierd.client._base import CLIENT_NAME
+from kvtierd.client._channel import LOST, Channel
+from kvtierd.client._link import (
+    AWAY,
+    LATE,
+    OVERDUE_WAIT,
+    RECONNECT_WAIT,
+    STALE,
+    Backoff,
+    Link,
+    Miss,
+    Phase,
+    Verb,
+    outcome,
+)
+from kvtierd.core.effects import Reply
+from kvtierd.core.stimuli import Request
+
+R = TypeVar("R", bound=Reply)
+
+# Reads that one poll() may make, so that a daemon that never stops talking cannot hold the caller.
+_POLL_READS = 64
+
+
+class Line:
+    """One connection after another, and the waiting on it. All of it happens under one lock."""
+
+    def __init__(
+        self, path: str, deadline: float, attach: Callable[..., Request] | None, backoff: Backoff
+    ) -> None:
+        self.deadline = deadline
+        self.link = Link(attach, CLIENT_NAME)
+        self.channel = Channel(path, self.link)
+        self._backoff = backoff
+        self._answers: dict[int, Reply] = {}
+        self._shake_until = 0.0
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self.closed = False
+
+    def connect(self, wait: float) -> bool:
+        """Come as far as possible within ``wait`` seconds; True when connected."""
+        self._after_fork()
+        with self._lock:
+            return self._ready(wait)
+
+    def ask(self, verb: Verb[R]) -> R | Miss:
+        """Send a request and wait for its answer, at most the deadline and the verb's patience.
+
+        Raises:
+            RequestRefused: the request was a mistake.
+        """
+        self._after_fork()
+        until = time.monotonic() + self.deadline + verb.patience
+        if not self._lock.acquire(timeout=self.deadline + verb.patience):
+            return Miss(LATE)
+        try:
+            if not self._ready(RECONNECT_WAIT):
+                return Miss(AWAY)
+            if verb.epoch is not None and verb.epoch != self.link.epoch:
+                return Miss(STALE)
+            if self._overdue():
+                return self._leave(verb)
+            return self._exchange(verb, until)
+        except LOST:
+            self._lost()
+            return Miss(AWAY)
+        finally:
+            self._lock.release()
+
+    def poll(self) -> None:
+        """Take in what has arrived; never waits, not even for another thread (which then does the same)."""
+        self._after_fork()
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._ready(0.0):
+                self._drain()
+        except LOST:
+            self._lost()
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close the socket; no verb connects again."""
+        self._after_fork()
+        with self._lock:
+            self.closed = True
+            self.channel.drop()
+
+    def _after_fork(self) -> None:
+        """In a forked child: leave the parent's connection alone and start anew."""
+        if self._pid == os.getpid():
+            return
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # the parent's may be held by a thread that does not exist here
+        self._answers.clear()
+        self.channel.drop()
+        self.link.forget()
+        self._backoff.succeeded()
+
+    def _ready(self, wait: float) -> bool:
+        """Whether the connection stands; otherwise go on with the handshake, as the backoff allows."""
+        if self.link.ready:
+            return True
+        if self.closed:
+            return False
+        try:
+            if self.link.phase is Phase.IDLE:
+                if self._backoff.remaining():
+                    return False
+                self.channel.open()
+                self._shake_until = time.monotonic() + self.deadline
+            until = min(self._shake_until, time.monotonic() + wait)
+            while not self.link.ready:
+                self.channel.flush()
+                if not self._pump(until) or time.monotonic() > until:
+                    break
+        except LOST:
+            self._lost()
+            return False
+        if self.link.ready:
+            self._backoff.succeeded()
+            return True
+        if time.monotonic() >= self._shake_until:
+            self._lost()
+        return False
+
+    def _overdue(self) -> bool:
+        """Whether the daemon owes an answer past its deadline and has still not said a word."""
+        if self.link.overdue:
+            self._pump(time.monotonic() + OVERDUE_WAIT)
+        return self.link.overdue
+
+    def _leave(self, verb: Verb[R]) -> Miss:
+        """The daemon is late: hand it what gives something back, and wait for nothing."""
+        if verb.ends:
+            self.link.abandon(self.link.ask(verb.build))
+            if not self.channel.flush():
+                raise ConnectionAbortedError("the daemon does not read")
+        return Miss(LATE)
+
+    def _exchange(self, verb: Verb[R], until: float) -> R | Miss:
+        request = self.link.ask(verb.build)
+        try:
+            while request not in self._answers:
+                if not self.channel.flush():
+                    if not self._wait(select.POLLIN | select.POLLOUT, until):
+                        raise ConnectionAbortedError("the daemon does not read")
+                    self._take()
+                elif not self._pump(until) or (time.monotonic() > until and request not in self._answers):
+                    self.link.abandon(request, late=True)
+                    return Miss(LATE)
+            return outcome(verb, self._answers.pop(request))
+        finally:
+            self.link.abandon(request)
+
+    def _pump(self, until: float) -> bool:
+        """Read once, as soon as there is something; False when ``until`` comes first."""
+        if not self._wait(select.POLLIN, until):
+            return False
+        self._take()
+        return True
+
+    def _take(self) -> None:
+        for reply in self.channel.receive():
+            self._answers[reply.id] = reply
+        self.channel.flush()  # what a late answer handed out goes back
+
+    def _wait(self, events: int, until: float) -> bool:
+        assert self.channel.sock is not None
+        poller = select.poll()
+        poller.register(self.channel.sock, events)
+        return bool(poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)))
+
+    def _drain(self) -> None:
+        for _ in range(_POLL_READS):
+            self.channel.flush()
+            if not self._pump(0.0):
+                return
+
+    def _lost(self) -> None:
+        self._answers.clear()
+        self.channel.drop()
+        self._backoff.failed()

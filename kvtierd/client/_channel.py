@@ -1,0 +1,111 @@
+"""A Unix socket under a :class:`Link`: bytes and descriptors in, bytes out, never waiting."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+
+from kvtierd.client._link import Link, Phase
+from kvtierd.client._mapping import Region, adopt
+from kvtierd.core.effects import Reply
+from kvtierd.errors import RemoteProtocolError
+
+_READ_BYTES = 1 << 16
+# Two descriptors come with an attach; room for more, so that surplus ones are seen and closed.
+_ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+
+# What ends a connection: the system's errors and a daemon that does not keep to the protocol.
+LOST = (OSError, RemoteProtocolError)
+
+
+class Channel:
+    """The socket of one session and the pool that came over it. Every call returns at once."""
+
+    def __init__(self, path: str, link: Link) -> None:
+        self.link = link
+        self.region: Region | None = None
+        self.sock: socket.socket | None = None
+        self._path = path
+        self._descriptors: list[int] = []
+        self._buffer = bytearray(_READ_BYTES)
+        self._view = memoryview(self._buffer)
+
+    def open(self) -> None:
+        """Connect and queue the hello.
+
+        Raises:
+            OSError: nobody listens there, or the daemon is too busy to take the connection now.
+        """
+        self.drop()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.connect(self._path)
+        except OSError:
+            sock.close()
+            raise
+        self.sock = sock
+        self.link.open()
+
+    def receive(self) -> list[Reply]:
+        """Read what has arrived, once; returns the replies that somebody waits for.
+
+        Raises:
+            OSError, RemoteProtocolError: the connection is over.
+        """
+        assert self.sock is not None
+        shaking = not self.link.ready
+        try:
+            count = self._read_with_descriptors(self.sock) if shaking else self.sock.recv_into(self._buffer)
+        except (BlockingIOError, InterruptedError):
+            return []
+        if count == 0:
+            raise ConnectionResetError("the daemon closed the connection")
+        replies = self.link.feed(self._view[:count])
+        if self.link.phase is Phase.IDLE:
+            raise ConnectionRefusedError(str(self.link.refused))
+        if shaking and self.link.ready and self.link.attached is not None:
+            descriptors, self._descriptors = self._descriptors, []
+            self.region, again = adopt(self.link.attached, descriptors)
+            self.link.mapped(again=again)
+        return replies
+
+    def flush(self) -> bool:
+        """Write as much as the socket takes; True when nothing is left.
+
+        Raises:
+            OSError: the connection is over.
+        """
+        output = self.link.output
+        while output:
+            assert self.sock is not None
+            try:
+                sent = self.sock.send(output)
+            except (BlockingIOError, InterruptedError):
+                return False
+            del output[:sent]
+        return True
+
+    def drop(self) -> None:
+        """Close the socket. The mapping and the liveness descriptor stay: copies may still run."""
+        self.link.close()
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._descriptors = []
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+
+    def _read_with_descriptors(self, sock: socket.socket) -> int:
+        count, ancillary, flags, _ = sock.recvmsg_into([self._buffer], _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                self._descriptors.extend(received)
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > 8:
+            raise RemoteProtocolError("the daemon sent more descriptors than an attach has")
+        return count

@@ -1,0 +1,338 @@
+"""What each verb asks and what it makes of the answer, once for both clients and without I/O.
+
+A verb is a generator: it yields a :class:`Verb`, is sent the reply or a :class:`Miss`, and returns the verb's
+result. The blocking client drives it with waiting calls, the asyncio client with awaits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from kvtierd.client._link import STALE, Miss, Verb
+from kvtierd.client._mapping import Region
+from kvtierd.core import effects, stimuli
+from kvtierd.core.effects import InventoryEntry, Skipped
+from kvtierd.core.model import BlockKey, BlockMeta, KeyState, Layout, Scope, SkipReason
+from kvtierd.wire.messages import StatusReport, StatusRequest
+
+T = TypeVar("T")
+J = TypeVar("J", bound="JobData")
+L = TypeVar("L", bound="LoadData")
+F = TypeVar("F", bound="LookupData")
+
+Flow: TypeAlias = Generator[Verb[Any], Any, T]
+KeyLike: TypeAlias = BlockKey | tuple[bytes, int]
+
+_PAGE = 4096
+
+STATUS = Verb(StatusRequest, StatusReport)
+
+
+class SessionView(Protocol):
+    """What a verb has to know of its session."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that was attached."""
+
+    @property
+    def region(self) -> Region | None:
+        """The mapping in use."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the connection in use."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LookupData:
+    """States of the asked keys and how many leading ones are no MISS.
+
+    ``lease`` (None without one) keeps the first ``leased`` keys in the pool until released or expired.
+    ``reason`` is empty, or says why the daemon did not answer.
+    """
+
+    states: tuple[KeyState, ...]
+    prefix: int
+    lease: int | None = None
+    leased: int = 0
+    epoch: int = 0
+    reason: str = ""
+
+
+@dataclass(kw_only=True, eq=False)
+class SlotData:
+    """Slots of the pool, one for each key, in the mapping that they belong to."""
+
+    keys: tuple[BlockKey, ...] = ()
+    slots: tuple[int, ...] = ()
+    pool_id: str = ""
+    region: Region | None = field(default=None, repr=False)
+    epoch: int = 0
+    reason: str = ""
+
+    def views(self) -> tuple[memoryview, ...]:
+        """Return each key's payload (all ranks' parts and the padding between them) as writable memory.
+
+        They stay in the mapping that the slots were given in, also when the session went to another pool.
+        """
+        if self.region is None:
+            return ()
+        sizes = self.region.attached.payload_bytes
+        return tuple(
+            self.region.slot(slot, sizes[key.group]) for key, slot in zip(self.keys, self.slots, strict=True)
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class JobData(SlotData):
+    """Reserved slots: copy into them, then commit. ``skipped`` names the keys without a slot and why."""
+
+    job: int = 0
+    generation: int = 0
+    skipped: tuple[Skipped, ...] = ()
+    open: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class LoadData(SlotData):
+    """Leased slots of the leading keys: copy out of them, then release. ``sources`` names the tiers."""
+
+    lease: int = 0
+    generations: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    open: bool = False
+
+
+def as_keys(keys: Iterable[KeyLike]) -> tuple[BlockKey, ...]:
+    """Return keys as :class:`BlockKey`; (hash, group) pairs are taken as well."""
+    return tuple(key if isinstance(key, BlockKey) else BlockKey(*key) for key in keys)
+
+
+def lookup(
+    make: Callable[..., F], keys: Iterable[KeyLike], promote: bool, lease: float | None, view: SessionView
+) -> Flow[F]:
+    """Ask for the state of keys."""
+    asked = as_keys(keys)
+    build = partial(stimuli.Lookup, keys=asked, promote=promote, lease=lease)
+    reply: effects.LookedUp | Miss = yield Verb(build, effects.LookedUp)
+    if isinstance(reply, Miss):
+        return make(states=(KeyState.MISS,) * len(asked), prefix=0, reason=reply.reason)
+    return make(
+        states=reply.states, prefix=reply.prefix, lease=reply.lease, leased=reply.leased, epoch=view.epoch
+    )
+
+
+def release_lookup(found: LookupData) -> Flow[None]:
+    """Give a lookup's lease back; nothing happens without one."""
+    lease, found.lease, found.leased = found.lease, None, 0
+    if lease:
+        yield _release(lease, found.epoch)
+
+
+def prepare_store(
+    make: Callable[..., J],
+    keys: Iterable[KeyLike],
+    meta: Sequence[BlockMeta | None] | None,
+    scope: Scope | None,
+    view: SessionView,
+) -> Flow[J]:
+    """Reserve slots for keys that are not there yet.
+
+    Raises:
+        ValueError: ``meta`` is not parallel to ``keys``.
+    """
+    asked, described = as_keys(keys), tuple(meta or ())
+    if described and len(described) != len(asked):
+        raise ValueError(f"{len(described)} metadata for {len(asked)} keys")
+    build = partial(stimuli.PrepareStore, keys=asked, meta=described, scope=scope)
+    reply: effects.Prepared | Miss = yield Verb(build, effects.Prepared)
+    if isinstance(reply, Miss):
+        return make(reason=reply.reason)
+    region = _same_pool(view, reply.pool_id)
+    if reply.keys and region is None:
+        return make(reason=STALE)
+    return make(
+        job=reply.job,
+        generation=reply.generation,
+        pool_id=reply.pool_id,
+        keys=reply.keys,
+        slots=reply.slots,
+        skipped=reply.skipped,
+        region=region,
+        epoch=view.epoch,
+        open=bool(reply.job),
+    )
+
+
+def commit(job: JobData, failed: Iterable[KeyLike]) -> Flow[tuple[BlockKey, ...]]:
+    """Make a job's blocks visible; returns the keys that are."""
+    if not job.open:
+        return ()
+    job.open = False
+    build = partial(
+        stimuli.Commit, job=job.job, generation=job.generation, pool_id=job.pool_id, failed=as_keys(failed)
+    )
+    reply: effects.Committed | Miss = yield Verb(build, effects.Committed, epoch=job.epoch)
+    return () if isinstance(reply, Miss) else reply.stored
+
+
+def abort(job: JobData) -> Flow[None]:
+    """Give a job's slots back; no copy into them may be running."""
+    if job.open:
+        job.open = False
+        build = partial(stimuli.Abort, job=job.job)
+        yield Verb(build, effects.Done, epoch=job.epoch, ends=True)
+
+
+def fail(job: int, keys: Iterable[KeyLike]) -> Flow[bool]:
+    """Report a worker's failed copies; True when the daemon took note before the commit."""
+    build = partial(stimuli.Fail, job=job, keys=as_keys(keys))
+    reply: effects.Done | Miss = yield Verb(build, effects.Done)
+    return not isinstance(reply, Miss)
+
+
+def load(
+    make: Callable[..., L], keys: Iterable[KeyLike], deadline: float, scope: Scope | None, view: SessionView
+) -> Flow[L]:
+    """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
+    build = partial(stimuli.Load, keys=as_keys(keys), deadline=deadline, scope=scope)
+    reply: effects.Loaded | Miss = yield Verb(build, effects.Loaded, patience=deadline)
+    if isinstance(reply, Miss):
+        return make(reason=reply.reason)
+    region = _same_pool(view, reply.pool_id)
+    if reply.keys and region is None:
+        return make(reason=STALE)
+    return make(
+        lease=reply.lease,
+        pool_id=reply.pool_id,
+        keys=reply.keys,
+        slots=reply.slots,
+        generations=reply.generations,
+        sources=reply.sources,
+        region=region,
+        epoch=view.epoch,
+        open=bool(reply.lease),
+    )
+
+
+def release_load(loaded: LoadData) -> Flow[None]:
+    """Give a load's lease back; no copy out of its slots may be running."""
+    if loaded.open:
+        loaded.open = False
+        yield _release(loaded.lease, loaded.epoch)
+
+
+def put(key: KeyLike, data: bytes | memoryview, meta: BlockMeta | None, view: SessionView) -> Flow[bool]:
+    """Store one block, the ranks' parts one after another in ``data``; True when it is in the pool.
+
+    Raises:
+        ValueError: ``data`` is not a block of the key's group.
+    """
+    (key,) = as_keys([key])
+    parts = _part_sizes(view.layout, key.group)
+    source = memoryview(data).cast("B")
+    if len(source) != sum(parts):
+        raise ValueError(f"a block of group {key.group} has {sum(parts)} bytes, not {len(source)}")
+    job = yield from prepare_store(JobData, [key], [meta], None, view)
+    if not job.keys:
+        return any(skip.reason is SkipReason.RESIDENT for skip in job.skipped)
+    start = 0
+    for target in _parts(job, view.layout):
+        target[:] = source[start : start + len(target)]
+        start += len(target)
+    stored = yield from commit(job, ())
+    return bool(stored)
+
+
+def get(key: KeyLike, deadline: float, view: SessionView) -> Flow[bytes | None]:
+    """Load one block; returns a copy of the ranks' parts one after another, None when it cannot be had."""
+    loaded = yield from load(LoadData, [key], deadline, None, view)
+    if not loaded.keys:
+        return None
+    data = b"".join(_parts(loaded, view.layout))
+    yield from release_load(loaded)
+    return data
+
+
+def counted(build: Callable[..., stimuli.Request]) -> Flow[int]:
+    """Run a request that is answered with a number of blocks; 0 for a miss."""
+    reply: effects.Done | Miss = yield Verb(build, effects.Done)
+    return 0 if isinstance(reply, Miss) else reply.count
+
+
+def evict(keys: Iterable[KeyLike], tiers: Sequence[str] | None) -> Flow[int]:
+    """Remove keys from tiers; returns the number of blocks removed."""
+    return counted(partial(stimuli.Evict, keys=as_keys(keys), tiers=None if tiers is None else tuple(tiers)))
+
+
+def reset(tiers: Sequence[str] | None) -> Flow[int]:
+    """Remove everything of the namespace from tiers; returns the number of blocks removed."""
+    return counted(partial(stimuli.Reset, tiers=None if tiers is None else tuple(tiers)))
+
+
+def prefetch(keys: Iterable[KeyLike]) -> Flow[int]:
+    """Start promoting keys; returns how many were started."""
+    return counted(partial(stimuli.Prefetch, keys=as_keys(keys)))
+
+
+def touch(keys: Iterable[KeyLike]) -> Flow[int]:
+    """Mark keys as just used; returns how many are known."""
+    return counted(partial(stimuli.Touch, keys=as_keys(keys)))
+
+
+def inventory(tier: str | None) -> Flow[list[InventoryEntry]]:
+    """Return every residency of the namespace; empty when the daemon goes away on the way."""
+    entries: list[InventoryEntry] = []
+    cursor = 0
+    while True:
+        build = partial(stimuli.Inventory, tier=tier, cursor=cursor, limit=_PAGE)
+        page: effects.InventoryPage | Miss = yield Verb(build, effects.InventoryPage)
+        if isinstance(page, Miss):
+            return []
+        entries.extend(page.entries)
+        cursor = page.cursor
+        if cursor == 0:
+            return entries
+
+
+def acknowledge(fence: int | None) -> Flow[int | None]:
+    """Say that no copy of revoked jobs and leases runs; returns the fence that the daemon took."""
+    if fence is None:
+        return None
+    build = partial(stimuli.Acknowledge, fence=fence)
+    reply: effects.Done | Miss = yield Verb(build, effects.Done)
+    return None if isinstance(reply, Miss) else fence
+
+
+def goodbye() -> Flow[None]:
+    """Leave: this session touches the pool no more."""
+    yield Verb(stimuli.Goodbye, effects.Done, ends=True)
+
+
+def _release(lease: int, epoch: int) -> Verb[effects.Done]:
+    return Verb(partial(stimuli.Release, lease=lease), effects.Done, epoch=epoch, ends=True)
+
+
+def _same_pool(view: SessionView, pool_id: str) -> Region | None:
+    """Return the mapping in use if it is the one that an answer speaks of: slots of another are garbage."""
+    region = view.region
+    return region if region is not None and region.pool_id == pool_id else None
+
+
+def _part_sizes(layout: Layout, group: int) -> tuple[int, ...]:
+    if not 0 <= group < len(layout.groups):
+        raise ValueError(f"the layout has no group {group}")
+    return (layout.groups[group].block_bytes,) * layout.ranks
+
+
+def _parts(data: SlotData, layout: Layout) -> list[memoryview]:
+    """Return the ranks' parts of the first key's slot."""
+    assert data.region is not None
+    group, view = data.keys[0].group, data.views()[0]
+    offsets = data.region.attached.rank_offsets[group]
+    sizes = _part_sizes(layout, group)
+    return [view[start : start + size] for start, size in zip(offsets, sizes, strict=True)]

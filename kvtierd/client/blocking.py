@@ -1,0 +1,260 @@
+"""The blocking client. Thread-safe; no thread of its own: it reconnects inside its verbs and ``poll``.
+
+A verb waits at most the client's deadline (plus a load's own), and hardly at all for a daemon that is away or
+already late: then it is a miss at once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvtierd.client import _verbs
+from kvtierd.client._base import SessionBase, attach_request, must_raise
+from kvtierd.client._blocking_line import Line
+from kvtierd.client._link import Backoff, Miss
+from kvtierd.client._verbs import Flow, JobData, KeyLike, LoadData, LookupData
+from kvtierd.core.effects import InventoryEntry
+from kvtierd.core.model import BlockKey, BlockMeta, Layout, Scope
+from kvtierd.core.stimuli import Request, Role
+from kvtierd.errors import Unavailable
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, eq=False)
+class Lookup(LookupData):
+    """Result of :meth:`Session.lookup`; a context manager that releases the lease."""
+
+    session: Session = field(repr=False)
+
+    def release(self) -> None:
+        """Give the lease back, if there is one."""
+        self.session._run(_verbs.release_lookup(self))
+
+    def __enter__(self) -> Lookup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass(kw_only=True, eq=False)
+class Job(JobData):
+    """Result of :meth:`Session.prepare_store`; as a context manager: commit, or abort on an error."""
+
+    session: Session = field(repr=False)
+
+    def commit(self, failed: Iterable[KeyLike] = ()) -> tuple[BlockKey, ...]:
+        """Make the blocks visible, but for the ``failed`` ones; returns the keys that are visible now."""
+        return self.session._run(_verbs.commit(self, failed))
+
+    def abort(self) -> None:
+        """Give the slots back; no copy into them may be running."""
+        self.session._run(_verbs.abort(self))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
+
+
+@dataclass(kw_only=True, eq=False)
+class Loaded(LoadData):
+    """Result of :meth:`Session.load`; a context manager that releases the lease."""
+
+    session: Session = field(repr=False)
+
+    def release(self) -> None:
+        """Give the slots back; no copy out of them may be running."""
+        self.session._run(_verbs.release_load(self))
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Session(SessionBase):
+    """A blocking session. Verbs are described at their counterparts in :mod:`kvtierd.client._verbs`.
+
+    Every verb raises :class:`kvtierd.errors.RequestRefused` for a mistake of the caller and for nothing else
+    that the daemon does.
+    """
+
+    def __init__(self, line: Line, layout: Layout) -> None:
+        super().__init__(line.channel, layout)
+        self._line = line
+
+    def lookup(self, keys: Iterable[KeyLike], promote: bool = False, lease: float | None = None) -> Lookup:
+        """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading."""
+        return self._run(_verbs.lookup(partial(Lookup, session=self), keys, promote, lease, self))
+
+    def prepare_store(
+        self,
+        keys: Iterable[KeyLike],
+        meta: Sequence[BlockMeta | None] | None = None,
+        scope: Scope | None = None,
+    ) -> Job:
+        """Reserve a slot for each key that is not there yet."""
+        return self._run(_verbs.prepare_store(partial(Job, session=self), keys, meta, scope, self))
+
+    def fail(self, job: int, keys: Iterable[KeyLike]) -> bool:
+        """Report a worker's failed copies before the scheduler commits the job."""
+        return self._run(_verbs.fail(job, keys))
+
+    def load(self, keys: Iterable[KeyLike], deadline: float = 0.5, scope: Scope | None = None) -> Loaded:
+        """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
+        return self._run(_verbs.load(partial(Loaded, session=self), keys, deadline, scope, self))
+
+    def put(self, key: KeyLike, data: bytes | memoryview, meta: BlockMeta | None = None) -> bool:
+        """Store one block (the ranks' parts one after another); True when it is in the pool."""
+        return self._run(_verbs.put(key, data, meta, self))
+
+    def get(self, key: KeyLike, deadline: float = 0.5) -> bytes | None:
+        """Return a copy of one block (the ranks' parts one after another), None when it cannot be had."""
+        return self._run(_verbs.get(key, deadline, self))
+
+    def evict(self, keys: Iterable[KeyLike], tiers: Sequence[str] | None = None) -> int:
+        """Remove keys from tiers (None: all); returns the number of blocks removed."""
+        return self._run(_verbs.evict(keys, tiers))
+
+    def reset(self, tiers: Sequence[str] | None = None) -> int:
+        """Remove everything of this namespace from tiers (None: all); returns the number removed."""
+        return self._run(_verbs.reset(tiers))
+
+    def prefetch(self, keys: Iterable[KeyLike]) -> int:
+        """Start promoting keys into the pool; returns how many were started."""
+        return self._run(_verbs.prefetch(keys))
+
+    def touch(self, keys: Iterable[KeyLike]) -> int:
+        """Mark keys as just used, in every tier."""
+        return self._run(_verbs.touch(keys))
+
+    def inventory(self, tier: str | None = None) -> list[InventoryEntry]:
+        """Return every residency of this namespace, of one tier or of all."""
+        return self._run(_verbs.inventory(tier))
+
+    def poll(self) -> int | None:
+        """Take in notices without waiting; returns the fence to be acknowledged, if any."""
+        self._line.poll()
+        return self._link.pending_fence(polled=True)
+
+    def acknowledge(self) -> bool:
+        """Say that no copy of what was revoked up to the last polled fence is running in this process."""
+        fence = self._run(_verbs.acknowledge(self._link.acknowledgeable()))
+        if fence is not None:
+            self._link.acknowledged(fence)
+        return fence is not None
+
+    def close(self) -> None:
+        """Say goodbye (within the deadline) and close; later verbs are misses."""
+        if self.connected:
+            self._run(_verbs.goodbye())
+        self._line.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, flow: Flow[T]) -> T:
+        answer: Any = None
+        try:
+            while True:
+                answer = self._line.ask(flow.send(answer))
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+
+class Client:
+    """A daemon's address. Each attach has a connection of its own.
+
+    ``deadline``: seconds that a verb may wait for the daemon. ``clock`` and ``rng`` time the reconnects only.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        deadline: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.deadline = deadline
+        self._clock, self._rng = clock, rng or random.Random()  # noqa: S311 - jitter
+        self._sessions: list[Session] = []
+
+    def attach(
+        self,
+        layout: Layout,
+        *,
+        engine_id: str,
+        dp_rank: int = 0,
+        role: str | Role = Role.SCHEDULER,
+        rank: int = 0,
+    ) -> Session:
+        """Bind a new connection to a layout; with no daemon there, the session connects as soon as there is.
+
+        Raises:
+            RequestRefused: the daemon is there and does not take this attach.
+        """
+        line = self._line(attach_request(layout, engine_id, dp_rank, role, rank))
+        session = Session(line, layout)
+        if not line.connect(self.deadline) and must_raise(session.refused):
+            line.close()
+            assert session.refused is not None
+            raise session.refused
+        self._sessions = [known for known in self._sessions if not known._line.closed]
+        self._sessions.append(session)
+        return session
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's status.
+
+        Raises:
+            Unavailable: no daemon answers within the deadline.
+            RequestRefused: it does not speak this client's protocol version.
+        """
+        line = self._line(None)
+        try:
+            if line.connect(self.deadline):
+                reply = line.ask(_verbs.STATUS)
+                if not isinstance(reply, Miss):
+                    return reply.body
+            elif line.link.refused is not None:
+                raise line.link.refused
+            raise Unavailable(f"no daemon answers at {self.path}")
+        finally:
+            line.close()
+
+    def close(self) -> None:
+        """Close all sessions, each within the deadline."""
+        for session in self._sessions:
+            session.close()
+        self._sessions.clear()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, attach: Callable[..., Request] | None) -> Line:
+        return Line(self.path, self.deadline, attach, Backoff(self._clock, self._rng))

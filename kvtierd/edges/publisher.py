@@ -88,6 +88,7 @@ class Publisher:
         except BaseException:
             self._context.destroy(linger=0)
             self._context = self._pub = None
+            self._sequence.close()
             raise
         self._sent_at = loop.time()
         self._beat()
@@ -115,6 +116,7 @@ class Publisher:
         return {
             **self._counts,
             "sequence": self._last_number,
+            "sequence_degraded": self._sequence.degraded,
             "announced": len(self._projection),
             "unmatched_removals": self._projection.unmatched,
             "ring_batches": log.ring_batches,

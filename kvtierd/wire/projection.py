@@ -75,8 +75,8 @@ class Projection:
     def __init__(self, *, hidden: frozenset[str] = frozenset(), locality: bool = True) -> None:
         self._hidden = hidden
         self._locality = locality
-        self._counts: dict[ReaderKey, int] = {}
         self._announced: dict[ReaderKey, Change] = {}
+        self._more: dict[ReaderKey, int] = {}  # residencies beyond the first, where there are any
         self.unmatched = 0
         """Removals of what was never stored: a bug upstream, ignored."""
 
@@ -116,24 +116,23 @@ class Projection:
 
     def _stored(self, event: TierEvent, index: int, event_hash: EventHash) -> Iterator[Change]:
         key = self._key(event, event_hash)
-        count = self._counts.get(key, 0)
-        self._counts[key] = count + 1
-        if count == 0:
-            change = Change(key, event.block, index, has_group(event.block))
-            self._announced[key] = change
-            yield change
+        if key in self._announced:
+            self._more[key] = self._more.get(key, 0) + 1
+            return
+        change = Change(key, event.block, index, has_group(event.block))
+        self._announced[key] = change
+        yield change
 
     def _removed(self, event: TierEvent, event_hash: EventHash) -> Iterator[Change]:
         key = self._key(event, event_hash)
-        count = self._counts.get(key, 0)
-        if count == 0:
-            self.unmatched += 1
-        elif count > 1:
-            self._counts[key] = count - 1
-        else:
-            del self._counts[key]
-            announced = self._announced.pop(key)
+        if key in self._more:
+            self._more[key] -= 1
+            if not self._more[key]:
+                del self._more[key]
+        elif (announced := self._announced.pop(key, None)) is not None:
             yield Change(key, None, grouped=announced.grouped)
+        else:
+            self.unmatched += 1
 
 
 def root_first(changes: Mapping[ReaderKey, Change]) -> Iterator[Change]:

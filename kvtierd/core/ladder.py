@@ -15,7 +15,7 @@ from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
 from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.loads import Loads
-from kvtierd.core.model import BlockId, BlockKey, TierEvent
+from kvtierd.core.model import BlockKey, TierEvent, block_ids
 from kvtierd.core.policies.lru import Lru
 from kvtierd.core.residency import leaf_first
 from kvtierd.core.sessions import Session, Sessions
@@ -149,9 +149,9 @@ class Ladder:
             raise Refusal(ErrorCode.NOT_ALLOWED, f"{type(request).__name__} is for the scheduler session")
         keys: Sequence[BlockKey] = getattr(request, "keys", ())
         groups = len(self.stack.primary.spaces[session.namespace].layout.groups)
-        for key in keys:
-            if key.group >= groups:
-                raise Refusal(ErrorCode.BAD_REQUEST, f"group {key.group}: the layout has {groups} groups")
+        group = max((key[1] for key in keys), default=0)
+        if group >= groups:
+            raise Refusal(ErrorCode.BAD_REQUEST, f"group {group}: the layout has {groups} groups")
         self._check_tiers(request)
         if isinstance(request, stimuli.PrepareStore):
             _check_meta(request)
@@ -228,8 +228,7 @@ class Ladder:
 
     def _touch(self, session: Session, request: stimuli.Touch) -> None:
         count = 0
-        for key in reversed(request.keys):
-            block_id = BlockId(session.namespace, key)
+        for block_id in block_ids(session.namespace, reversed(request.keys)):
             for blocks in self.inventory.sets(session.namespace):
                 node = blocks.nodes.get(block_id)
                 if node is not None:
@@ -239,7 +238,7 @@ class Ladder:
 
     def _evict(self, session: Session, request: stimuli.Evict) -> None:
         tiers = self.stack.names if request.tiers is None else request.tiers
-        ids = [BlockId(session.namespace, key) for key in request.keys]
+        ids = block_ids(session.namespace, request.keys)
         count = self.stack.evict(ids, tiers)
         self.loads.cancelled()
         self.stack.answer(session.number, Done(id=request.id, count=count))

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
-from kvtierd.core.model import BlockId, BlockKey, KeyState
+from kvtierd.core.model import BlockId, KeyState, block_ids
 from kvtierd.core.promotion import Promotion
 from kvtierd.core.residency import Node, State
 from kvtierd.core.sessions import Lease, Session, Sessions
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Load, Lookup, Outcome, Prefetch, Release
 from kvtierd.core.tier import PoolSpace
+
+MISS, HIT, COLD, PENDING = KeyState
+RESIDENT, LOADING = State.RESIDENT, State.LOADING
+_LOOKUP_COUNTERS = tuple((state, f"lookup_{state.name.lower()}") for state in KeyState)
 
 
 @dataclass(slots=True)
@@ -45,68 +49,65 @@ class Loads:
     def lookup(self, session: Session, request: Lookup) -> None:
         """Answer the state of each key; promote and lease the leading ones where asked."""
         space = self._stack.primary.spaces[session.namespace]
-        states = [self._state(space, session.namespace, key) for key in request.keys]
-        prefix = _leading(state is not KeyState.MISS for state in states)
+        ids = block_ids(session.namespace, request.keys)
+        states = self._states(space, ids)
+        prefix = _until(states, MISS)
         if request.promote:
-            self._promote(space, session.namespace, request.keys[:prefix], states)
-        leased = _leading(state is KeyState.HIT for state in states)
-        lease = None
-        if request.lease is not None and leased:
-            nodes = [space.blocks.nodes[BlockId(session.namespace, key)] for key in request.keys[:leased]]
+            self._promote(space, ids[:prefix], states)
+        lease, leased = None, 0
+        if request.lease is not None and (leased := _leading(state is HIT for state in states)):
+            nodes = [space.blocks.nodes[block_id] for block_id in ids[:leased]]
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
         self._count(states)
         self._stack.answer(
             session.number,
-            LookedUp(
-                id=request.id,
-                states=tuple(states),
-                prefix=prefix,
-                lease=lease,
-                leased=leased if lease is not None else 0,
-            ),
+            LookedUp(id=request.id, states=tuple(states), prefix=prefix, lease=lease, leased=leased),
         )
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Start promotions of the leading loadable keys and answer at once."""
         space = self._stack.primary.spaces[session.namespace]
-        states = [self._state(space, session.namespace, key) for key in request.keys]
-        prefix = _leading(state is not KeyState.MISS for state in states)
-        count = self._promote(space, session.namespace, request.keys[:prefix], states)
+        ids = block_ids(session.namespace, request.keys)
+        states = self._states(space, ids)
+        count = self._promote(space, ids[: _until(states, MISS)], states)
         self._stack.answer(session.number, Done(id=request.id, count=count))
 
-    def _state(self, space: PoolSpace, namespace: str, key: BlockKey) -> KeyState:
-        block_id = BlockId(namespace, key)
-        node = space.blocks.get(block_id)
-        if node is not None:
-            if node.state is State.RESIDENT:
-                return KeyState.HIT
-            return KeyState.PENDING if node.state is State.LOADING else KeyState.MISS
-        return KeyState.COLD if self.promotion.source(space, block_id, None) is not None else KeyState.MISS
+    def _states(self, space: PoolSpace, ids: Iterable[BlockId]) -> list[KeyState]:
+        """Return each block's state; the hottest loop of the daemon."""
+        find, source = space.blocks.nodes.get, self.promotion.source
+        states = []
+        for block_id in ids:
+            node = find(block_id)
+            if node is None:
+                states.append(COLD if source(space, block_id, None) is not None else MISS)
+            elif node.state is RESIDENT:
+                states.append(HIT)
+            else:
+                states.append(PENDING if node.state is LOADING else MISS)
+        return states
 
-    def _promote(
-        self, space: PoolSpace, namespace: str, keys: Sequence[BlockKey], states: list[KeyState]
-    ) -> int:
+    def _promote(self, space: PoolSpace, ids: Iterable[BlockId], states: list[KeyState]) -> int:
         count = 0
         held = []
-        for index, key in enumerate(keys):
-            block_id = BlockId(namespace, key)
-            if states[index] is KeyState.HIT:  # the room for a later block must not cost an earlier one
+        for index, block_id in enumerate(ids):
+            if states[index] is HIT:  # the room for a later block must not cost an earlier one
                 held.append(space.blocks.nodes[block_id])
                 space.blocks.pin(held[-1])
-            elif states[index] is KeyState.COLD:
+            elif states[index] is COLD:
                 tier = self.promotion.source(space, block_id, None)
                 if tier is None or self.promotion.start(space, block_id, tier) is None:
                     break
-                states[index] = KeyState.PENDING
+                states[index] = PENDING
                 count += 1
         for node in held:
             space.unpin(node)
         self.promotion.flush()
         return count
 
-    def _count(self, states: Iterable[KeyState]) -> None:
-        for state in states:
-            self._stack.primary.counters[f"lookup_{state.name.lower()}"] += 1
+    def _count(self, states: list[KeyState]) -> None:
+        for state, name in _LOOKUP_COUNTERS:
+            if count := states.count(state):
+                self._stack.primary.counters[name] += count
 
     # -- load ---------------------------------------------------------------------------------------
 
@@ -116,18 +117,18 @@ class Loads:
         space = self._stack.primary.spaces[session.namespace]
         now = self._stack.now
         load = Waiting(self._sessions.next_number(), session, request.id, now + request.deadline)
-        for key in request.keys:
-            node = self._obtain(space, BlockId(session.namespace, key), scope)
+        for block_id in block_ids(session.namespace, request.keys):
+            node = self._obtain(space, block_id, scope)
             if node is None:
                 break
             space.blocks.pin(node)
             load.nodes.append(node)
-            load.sources.append(node.source if node.state is State.LOADING else self._stack.primary.name)
+            load.sources.append(node.source if node.state is LOADING else self._stack.primary.name)
         self.promotion.flush()
         if request.deadline and not self._settled(load):
             self.waiting[load.number] = load
             for node in load.nodes:
-                if node.state is State.LOADING:
+                if node.state is LOADING:
                     node.waiters.append(load.number)
         else:
             self._finish(load)
@@ -145,7 +146,7 @@ class Loads:
         for node in load.nodes:
             if node.gone:
                 return True
-            if node.state is State.LOADING:
+            if node.state is LOADING:
                 return False
         return True
 
@@ -176,7 +177,7 @@ class Loads:
         """Answer with the leading nodes that are there; unpin the rest."""
         self.waiting.pop(load.number, None)
         primary = self._stack.primary
-        count = _leading(node.state is State.RESIDENT and not node.gone for node in load.nodes)
+        count = _leading(node.state is RESIDENT and not node.gone for node in load.nodes)
         nodes, sources = load.nodes[:count], load.sources[:count]
         for node in load.nodes[count:]:
             primary.unpin(node)
@@ -252,6 +253,11 @@ class Loads:
     def _unpin(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             self._stack.primary.unpin(node)
+
+
+def _until(states: list[KeyState], stop: KeyState) -> int:
+    """Return how many leading states differ from ``stop``."""
+    return states.index(stop) if stop in states else len(states)
 
 
 def _leading(flags: Iterable[bool]) -> int:

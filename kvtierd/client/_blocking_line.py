@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,8 @@ class Line:
         self._backoff = backoff
         self._answers: dict[int, Reply] = {}
         self._shake_until = 0.0
+        self._poller = select.poll()
+        self._polled: tuple[socket.socket, int] | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.closed = False
@@ -181,9 +184,10 @@ class Line:
 
     def _wait(self, events: int, until: float) -> bool:
         assert self.channel.sock is not None
-        poller = select.poll()
-        poller.register(self.channel.sock, events)
-        return bool(poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)))
+        if self._polled != (self.channel.sock, events):
+            self._polled, self._poller = (self.channel.sock, events), select.poll()
+            self._poller.register(self.channel.sock, events)
+        return bool(self._poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)))
 
     def _drain(self) -> None:
         for _ in range(_POLL_READS):

@@ -54,7 +54,7 @@ class Miss:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verb(Generic[R]):
     """One request and what its answer must be.
 

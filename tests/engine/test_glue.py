@@ -1,0 +1,35 @@
+"""The promises of the vLLM glue without an engine: checked in vLLM's environment, reported one by one."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180)]
+
+MODULES = ("glue_scheduler_checks.py", "glue_worker_checks.py")
+
+
+def promises() -> list[str]:
+    """Names of the checks, without importing them: they need vLLM."""
+    trees = [ast.parse(Path(__file__).with_name(name).read_text()) for name in MODULES]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module")
+def results(run_script: Any) -> dict[str, str | None]:
+    """Every check's failure, ``None`` for a kept promise."""
+    found: dict[str, str | None] = json.loads(run_script("glue_checks.py").splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("promise", promises())
+def test_glue(promise: str, results: dict[str, str | None]) -> None:
+    assert promise in results
+    if (failure := results[promise]) is not None:
+        pytest.fail(failure)

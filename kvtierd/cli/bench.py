@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvtierd.cli.demo import count
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to the command line."""
@@ -18,17 +20,10 @@ def add_parser(subparsers: Any) -> None:
         "folder unless --socket names one; on a named one nothing is stored, so that its keys are misses.",
     )
     rpc.add_argument("--socket", metavar="PATH", help="engine socket of a running daemon")
-    rpc.add_argument("--keys", type=_positive, default=16, help="keys in each lookup (default: 16)")
+    rpc.add_argument("--keys", type=count, default=16, help="keys in each lookup (default: 16)")
     rpc.add_argument("--seconds", type=float, default=3.0, help="total time (default: 3)")
     rpc.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ from kvtierd.core.effects import LookedUp
 from kvtierd.core.model import BlockKey, Group, KeyState, Layout
 from kvtierd.core.stimuli import Lookup
 from kvtierd.errors import Unavailable
-from kvtierd.testing.local_daemon import LocalDaemon
+from kvtierd.testing.local_daemon import LocalDaemon, short_folder
 from kvtierd.testing.workload import Chain, payload
 from kvtierd.wire.framing import frame
 from kvtierd.wire.messages import encode
@@ -96,20 +94,17 @@ def measure(*, socket_path: str | None, keys: int, seconds: float) -> RpcResult:
     Raises:
         Unavailable: no daemon answers.
     """
-    folder = Path(tempfile.mkdtemp(prefix="kvtierd-bench-"))
     chain = Chain(1, b"kvtierd bench")
     chain.extend(list(range(keys)))
     names = [block.key for block in chain.blocks]
-    try:
-        with contextlib.ExitStack() as stack:
-            if socket_path is None:
-                pool_bytes = max(8 << 20, 4 * keys * BLOCK_BYTES)
-                daemon = stack.enter_context(LocalDaemon(folder, pool_bytes=pool_bytes, disk_bytes=64 << 20))
-                stack.enter_context(_resident(daemon.socket, names))
-                return _measure(daemon.socket, folder, names, seconds, hits=True)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(short_folder("bench"))
+        if socket_path is not None:
             return _measure(socket_path, folder, names, seconds, hits=False)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        pool_bytes = max(8 << 20, 4 * keys * BLOCK_BYTES)
+        daemon = stack.enter_context(LocalDaemon(folder, pool_bytes=pool_bytes, disk_bytes=64 << 20))
+        stack.enter_context(_resident(daemon.socket, names))
+        return _measure(daemon.socket, folder, names, seconds, hits=True)
 
 
 @contextlib.contextmanager

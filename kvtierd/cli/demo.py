@@ -8,10 +8,7 @@ from the events has to be what the daemon holds.
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
-import tempfile
-from pathlib import Path
 from typing import Any
 
 
@@ -26,13 +23,14 @@ def add_parser(subparsers: Any) -> None:
         "from\nevery tier, and the router's view equals the daemon's inventory.",
     )
     parser.add_argument("--seconds", type=float, default=12.0, help="pace the requests over this time")
-    parser.add_argument("--requests", type=_positive, default=600, help="requests to replay (default: 600)")
+    parser.add_argument("--requests", type=count, default=600, help="requests to replay (default: 600)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the workload (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, nothing else")
     parser.set_defaults(run=run)
 
 
-def _positive(text: str) -> int:
+def count(text: str) -> int:
+    """Read a positive whole number; named for argparse's message about a bad one."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -42,12 +40,12 @@ def _positive(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; whatever happens, its daemon is stopped and its folder removed."""
     from kvtierd.cli.demo_run import play
+    from kvtierd.testing.local_daemon import short_folder
 
     # Ended by SIGTERM, we still have to stop our daemon: take it as a Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = Path(tempfile.mkdtemp(prefix="kvtierd-demo-"))
     try:
-        return play(args, folder)
+        with short_folder("demo") as folder:
+            return play(args, folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         signal.signal(signal.SIGTERM, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections import Counter, deque
@@ -25,7 +26,7 @@ from kvtierd.testing.workload import Workload
 from kvtierd.wire.kvevents import BlockRemoved, EventBatch
 
 POOL_BYTES = 24 << 20
-DISK_BYTES = 64 << 20
+DISK_BYTES = 48 << 20
 BLOCK_BYTES = 64 << 10
 QUIET_SECONDS = 20.0
 SAMPLE_SECONDS = 0.25
@@ -177,16 +178,18 @@ class Show:
     def settle(self) -> list[Difference]:
         """Wait until the stream has told everything; returns the tiers as the router and the daemon see them.
 
-        Copies to disk may still be under way, so both sides are asked until they agree, for at most
-        ``QUIET_SECONDS``.
+        Copies to disk may still be under way, so both sides are asked until nothing runs any more and they
+        agree, for at most ``QUIET_SECONDS``.
         """
         deadline = time.monotonic() + QUIET_SECONDS
         while True:
             self._router.poll(0.1)
             inventory = list(self._session.inventory())
             differences = [self._compare(tier["name"], tier["medium"], inventory) for tier in self._tiers]
-            if all(tier.equal for tier in differences) or time.monotonic() > deadline:
-                self._tiers = self._client.status()["tiers"]
+            status = self._client.status()
+            self._tiers = status["tiers"]
+            quiet = not status["operations"]
+            if (quiet and all(tier.equal for tier in differences)) or time.monotonic() > deadline:
                 return differences
 
     def _compare(self, name: str, medium: str, inventory: list[InventoryEntry]) -> Difference:
@@ -267,9 +270,8 @@ def play(args: argparse.Namespace, folder: Path) -> int:
         Unavailable: the daemon did not start or went away.
     """
     ink = Ink.for_stream(sys.stdout)
-    view: LiveView | PlainView = (
-        SilentView() if args.json else LiveView() if sys.stdout.isatty() else PlainView()
-    )
+    draws = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    view: LiveView | PlainView = SilentView() if args.json else LiveView() if draws else PlainView()
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(LocalDaemon(folder, pool_bytes=POOL_BYTES, disk_bytes=DISK_BYTES))
         client = stack.enter_context(Client(daemon.socket, deadline=5.0))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +19,8 @@ from typing import Any
 from kvtierd.errors import Unavailable
 from kvtierd.testing.clock import wait_for
 
+FOLDER_MAX = 80
+"""Bytes: a Unix socket's path has at most 107, and ours are the folder's and some more."""
 STOP_SECONDS = 15.0
 START_SECONDS = 30.0
 
@@ -26,18 +32,39 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextlib.contextmanager
+def short_folder(purpose: str) -> Iterator[Path]:
+    """Give a temporary folder short enough for the path of a Unix socket, and remove it at the end."""
+    folder = tempfile.mkdtemp(prefix=f"kvtierd-{purpose}-")
+    if len(os.fsencode(folder)) > FOLDER_MAX:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix=f"kvtierd-{purpose}-", dir="/tmp")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class LocalDaemon:
     """``kvtierd serve`` on a tier file in the shape of the quickstart: a CPU tier and one on disk.
 
-    Everything that it writes lies under ``folder``, which has to be short (a Unix socket's path has at most
-    107 bytes) and is not removed. A stopped daemon can be started again on the same folder and ports.
-    ``changes`` replaces whole top-level sections of the tier file.
+    Everything that it writes lies under ``folder``, which has to be short (:func:`short_folder`) and is not
+    removed. A stopped daemon can be started again on the same folder and ports.
+    ``changes`` replaces whole top-level sections of the tier file; ``paranoid`` has it check every invariant
+    after every turn.
     """
 
     def __init__(
-        self, folder: Path, *, pool_bytes: int, disk_bytes: int, changes: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        *,
+        pool_bytes: int,
+        disk_bytes: int,
+        changes: dict[str, Any] | None = None,
+        paranoid: bool = False,
     ) -> None:
         self.folder = folder
+        self._options = ("--paranoid",) if paranoid else ()
         self.socket = str(folder / "run" / "engine.sock")
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.replay = f"tcp://127.0.0.1:{free_port()}"
@@ -85,7 +112,7 @@ class LocalDaemon:
         """
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", "kvtierd", "serve", "--config", str(self.config)],
+                [sys.executable, "-m", "kvtierd", "serve", "--config", str(self.config), *self._options],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -96,6 +123,9 @@ class LocalDaemon:
         except TimeoutError as error:
             self.stop()
             raise Unavailable(f"{error}; its log ends:\n{self.log_tail()}") from None
+        except BaseException:  # a Ctrl-C must not leave it behind
+            self.stop()
+            raise
         if self._process.poll() is not None:
             code, self._process = self._process.returncode, None
             raise Unavailable(f"the daemon ended with code {code}; its log ends:\n{self.log_tail()}")

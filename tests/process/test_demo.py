@@ -8,16 +8,17 @@ import pty
 import signal
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtierd.testing.clock import wait_for
+from kvtierd.testing.local_daemon import short_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-SHORT = ["--seconds", "1", "--requests", "150"]
+SHORT = ["--seconds", "1", "--requests", "240"]
 
 
 def command(*arguments: str) -> list[str]:
@@ -25,10 +26,10 @@ def command(*arguments: str) -> list[str]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment() -> Iterator[dict[str, str]]:
     """An environment whose temporary folder is ours to look into."""
-    folder = tempfile.mkdtemp(prefix="kvt", dir=tmp_path)
-    return {**os.environ, "TMPDIR": folder, "TERM": "xterm-256color"}
+    with short_folder("test") as folder:
+        yield {**os.environ, "TMPDIR": str(folder), "TERM": "xterm-256color", "NO_COLOR": ""}
 
 
 def left_behind(environment: dict[str, str]) -> list[str]:
@@ -56,7 +57,7 @@ def test_the_demo_proves_bytes_tiers_and_events(environment: dict[str, str]) -> 
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["ok"]
-    assert summary["requests"] == 150
+    assert summary["requests"] == 240
     assert summary["blocks"]["wrong"] == 0
     assert summary["bytes"]["verified"] == sum(summary["blocks"]["loaded"].values()) * (64 << 10)
     for tier in ("cpu", "disk"):
@@ -74,7 +75,7 @@ def test_piped_it_prints_plain_lines(environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stdout.count("equal") == 2
-    assert "150 of 150 requests" in done.stdout
+    assert "240 of 240 requests" in done.stdout
 
 
 def test_a_run_that_proves_nothing_fails_and_says_why(environment: dict[str, str]) -> None:

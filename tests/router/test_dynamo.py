@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtierd.client import BlockKey, Client, Group, Layout, Session
 from kvtierd.testing.clock import wait_for
-from kvtierd.testing.local_daemon import LocalDaemon
+from kvtierd.testing.local_daemon import LocalDaemon, short_folder
 from kvtierd.testing.workload import Chain, WorkBlock, payload
 
 pytestmark = [pytest.mark.router, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -31,10 +30,13 @@ LAYOUT = Layout(
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[LocalDaemon]:
+def daemon() -> Iterator[LocalDaemon]:
     """A daemon with room for 8 blocks in the pool and for 20 on disk (headers go on top of the payload)."""
     disk_bytes = DISK_BLOCKS * (BLOCK + (8 << 10))
-    with LocalDaemon(tmp_path, pool_bytes=POOL_BLOCKS * BLOCK, disk_bytes=disk_bytes) as running:
+    with (
+        short_folder("router") as folder,
+        LocalDaemon(folder, pool_bytes=POOL_BLOCKS * BLOCK, disk_bytes=disk_bytes) as running,
+    ):
         yield running
 
 

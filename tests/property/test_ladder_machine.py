@@ -25,7 +25,11 @@ from kvtierd.core.stimuli import (
     Status,
     Touch,
 )
+from kvtierd.testing.consumer import ReferenceConsumer, residencies
 from kvtierd.testing.rig import LadderRig, fs_spec, key, meta
+from kvtierd.wire.kvevents import encode_batch
+from kvtierd.wire.projection import Projection
+from kvtierd.wire.stream import StreamLog
 
 CHAINS = [[base + depth for depth in range(5)] for base in (0, 10, 20, 30)]
 chains = st.sampled_from(CHAINS)
@@ -33,6 +37,34 @@ lengths = st.integers(1, 5)
 faults = st.sampled_from(
     [Status.OK, Status.OK, Status.OK, Status.FAILED, Status.CORRUPT, Status.GONE, Status.FULL]
 )
+
+
+class Wire:
+    """The ladder's events on the wire: one reader that was there from the start, and ones that join late."""
+
+    def __init__(self):
+        self.projection = Projection()
+        self.log = StreamLog(ring_batches=8, ring_bytes=1 << 20)
+        self.live = ReferenceConsumer()
+        self.number = 0
+
+    def publish(self, events):
+        for rank, changes in self.projection.apply(events):
+            payload = self.log.append(self.number, 1.5, rank, changes)
+            assert self.live.feed(self.number, payload) is None, "a reader without a gap asks for nothing"
+            self.number += 1
+
+    def late_joiner(self):
+        """Join on a heartbeat after everything and replay from 0, most of it older than the ring."""
+        late = ReferenceConsumer()
+        wanted = late.feed(self.number, self.log.append(self.number, 1.5, 0, ()))
+        assert self.live.feed(self.number, encode_batch(1.5, (), 0)) is None
+        self.number += 1
+        if wanted is not None:
+            for number, payload in self.log.since(wanted):
+                late.replay(number, payload)
+            assert late.replay_ended() is None
+        return late
 
 
 class LadderMachine(RuleBasedStateMachine):
@@ -51,6 +83,8 @@ class LadderMachine(RuleBasedStateMachine):
         self.slots = slots
         self.specs = [fs_spec("disk", disk, budget=3 * UNIT), fs_spec("lake", lake)]
         self.rig = LadderRig(slots, self.specs)
+        self.wire = Wire()
+        self.published = 0
 
     # -- the engine ---------------------------------------------------------------------------------
 
@@ -171,6 +205,8 @@ class LadderMachine(RuleBasedStateMachine):
         self.let_go(reverse=False)
         old = self.rig
         self.rig = LadderRig(self.slots, self.specs, scanned=False)
+        self.wire = Wire()
+        self.published = 0
         self.rig.storage = old.storage
         for spec in self.specs:
             blocks = [FoundBlock(block, UNIT) for block in old.storage[spec.name].values()]
@@ -189,8 +225,19 @@ class LadderMachine(RuleBasedStateMachine):
         self.collect()
         validate(self.rig.ladder)
         assert self.rig.folded() == self.rig.inventory()
+        self.wire.publish(self.rig.events[self.published :])
+        self.published = len(self.rig.events)
+        assert self.wire.live.resident == self.truth()
         if not self.rig.held:
             self.quiet()
+
+    def truth(self):
+        return residencies(self.rig.ladder.inventory.entries(self.rig.layout.namespace()))
+
+    @rule()
+    def join_late(self):
+        self.sound()
+        assert self.wire.late_joiner().resident == self.truth()
 
     def quiet(self):
         rig = self.rig

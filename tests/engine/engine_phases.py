@@ -110,9 +110,7 @@ def second(settings):
     llm.reset_prefix_cache()
     with subprocess.Popen(settings["daemon"]) as restarted:
         try:
-            wait_for(
-                lambda: [s.poll() for s in sessions_of(llm)] and connected(llm), "the way back", timeout=20
-            )
+            wait_for(lambda: connected(llm), "the way back to the daemon", timeout=20)
             seen["new_daemon"] = generate(llm, prompts())
             stop(llm)
         finally:
@@ -121,6 +119,9 @@ def second(settings):
 
 
 def connected(llm):
+    """Whether scheduler and worker are attached; polls, which is what reconnects them."""
+    for session in sessions_of(llm):
+        session.poll()
     return all(session.connected for session in sessions_of(llm))
 
 

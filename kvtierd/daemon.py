@@ -220,6 +220,7 @@ class Daemon:
                     if isinstance(effect, effects.Answer):
                         answers[effect.session].append(effect.reply)
                     else:
+                        assert not isinstance(effect, effects.Probe), "no tier is shared yet"
                         self._movers[effect.tier].submit(effect)
             if self._paranoid:
                 validate(ladder)

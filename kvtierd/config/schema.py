@@ -90,6 +90,7 @@ LocalityField = Annotated[
 ]
 EndpointField = Annotated[str, AfterValidator(_check_endpoint)]
 ListenField = Annotated[str, AfterValidator(_check_listen)]
+Policy = Literal["lru"]
 Workers = Annotated[int, Field(ge=1, le=64)]
 
 
@@ -114,26 +115,44 @@ class CpuTier(_Section):
 
     name: Name
     type: Literal["cpu"] = "cpu"
-    policy: Literal["lru"] = "lru"
+    policy: Policy = "lru"
     events: bool = True
 
 
 class _StorageTier(_Section):
+    """What all tiers below the pool have in common.
+
+    ``ttl``: a block unused for this long leaves. ``demote``: write when a block is stored, or only when the
+    pool evicts it. ``deadline``: an operation that takes longer marks the tier stalled. ``shared``: other
+    daemons write to the same place, so that unknown keys are worth a look.
+    """
+
     name: Name
     locality: LocalityField | None = None
     events: bool = True
-    policy: Literal["lru"] = "lru"
+    policy: Policy = "lru"
     readers: Workers = 4
     writers: Workers = 2
     inflight_bytes: Size = 256 << 20
+    deadline: Duration = 30.0
+    ttl: Duration | None = None
+    demote: Literal["on_store", "on_evict"] = "on_store"
+    shared: bool = False
 
 
 class FsTier(_StorageTier):
-    """Blocks as files below ``path``. ``max_bytes`` must be written out, be it as ``unlimited``."""
+    """Blocks as files below ``path``. ``max_bytes`` must be written out, be it as ``unlimited``.
+
+    ``min_free``: bytes that the filesystem must keep free for others. ``io``: how bytes move; ``auto`` serves
+    what the page cache holds from there and the rest directly. ``fsync: data`` survives a power cut.
+    """
 
     type: Literal["fs"] = "fs"
     path: AbsolutePath
     max_bytes: Limit
+    min_free: Size | None = None
+    io: Literal["auto", "direct", "buffered"] = "auto"
+    fsync: Literal["none", "data"] = "none"
 
 
 class ObjectTier(_StorageTier):

@@ -186,4 +186,13 @@ class Delete:
     corrupt: bool = False
 
 
-Effect = Answer | Write | Read | Delete
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Look, in the background, which of these blocks a shared tier holds; ends with a Probed stimulus."""
+
+    op: int
+    tier: str
+    ids: tuple[BlockId, ...]
+
+
+Effect = Answer | Write | Read | Delete | Probe

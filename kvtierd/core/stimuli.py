@@ -204,10 +204,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """An operation (the number of a Write, Read or Delete effect) ended; one outcome per block, in order."""
+    """An operation (the number of a Write, Read or Delete effect) ended; one outcome per block, in order.
+
+    ``seconds``: from the start of its first job to the end of its last, without waiting for a worker.
+    """
 
     op: int
     outcomes: Sequence[Outcome]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,22 @@ class FoundBlock:
 
     block: Block
     stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """An operation is past the tier's deadline; its threads may touch its slots until it is Finished."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A Probe effect ended: which of its blocks the tier holds. ``failed``: nothing is known, ask later."""
+
+    op: int
+    found: Sequence[FoundBlock]
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,4 +260,4 @@ class Stop:
     """Clean stop: answer what waits, announce that the pool's blocks are gone."""
 
 
-Stimulus = Asked | SessionClosed | ProcessDied | Finished | Found | Tick | Stop
+Stimulus = Asked | SessionClosed | ProcessDied | Finished | Stalled | Probed | Found | Tick | Stop

@@ -68,7 +68,7 @@ def test_the_full_example_shows_every_key():
     )
     assert yaml.safe_load(commented)["tiers"][2].keys() == {
         "name", "type", "url", "max_bytes", "locality", "events", "policy",
-        "readers", "writers", "inflight_bytes",
+        "readers", "writers", "inflight_bytes", "deadline", "ttl", "demote", "shared",
     }  # fmt: skip
 
 

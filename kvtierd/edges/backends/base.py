@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtierd.core.model import Block, BlockId, Layout
 from kvtierd.core.stimuli import FoundBlock, Outcome
@@ -56,3 +56,23 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything; no call comes after it."""
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """What a backend adds that can share its storage with other daemons."""
+
+    def probe(self, ids: Sequence[BlockId]) -> list[FoundBlock]:
+        """Return those of the blocks that are stored, proved by their headers as a scan would.
+
+        Raises:
+            TierError: the storage does not answer, so nothing is known.
+        """
+
+
+@runtime_checkable
+class Reserving(Protocol):
+    """What a backend adds that occupies more than its blocks: temporaries, quarantine, spare space."""
+
+    def reserve(self, max_bytes: int) -> int:
+        """Return how many of ``max_bytes`` must stay free of blocks for that; it never takes more."""

@@ -1,0 +1,262 @@
+"""A running daemon under test: clients on its socket, a router on its stream, its files and its status.
+
+For black-box tests. The router joins before the first store and records what it folded;
+:meth:`DaemonRig.agree` compares its state with the daemon's inventory at a quiet point. Blocks are 4 KiB and
+hold the bytes that their keys stand for (:func:`kvtierd.testing.workload.payload`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtierd.client import BlockKey, Client, Group, Layout, Scope, Session
+from kvtierd.testing.clock import wait_for
+from kvtierd.testing.consumer import ReferenceConsumer, residencies
+from kvtierd.testing.local_daemon import LocalDaemon
+from kvtierd.testing.workload import Chain, WorkBlock, payload
+from kvtierd.wire.kvevents import BlockRemoved, BlockStored, EventBatch
+
+BLOCK = 4096
+FILE = 8192
+"""Bytes that one block takes on disk: a header of 4096 and the payload."""
+LAYOUT = Layout(
+    model="tiny", dtype="float16", layout="test", groups=(Group(tokens_per_block=4, block_bytes=BLOCK),)
+)
+CPU: dict[str, Any] = {"name": "cpu", "type": "cpu", "policy": "lru"}
+
+
+def chain(count: int, seed: str = "chain") -> list[WorkBlock]:
+    """Return ``count`` blocks, each the parent of the next; other seeds share no block."""
+    row = Chain(4, seed.encode())
+    row.extend(list(range(4 * count)))
+    return row.blocks
+
+
+def loose(count: int, prefix: str = "b") -> list[WorkBlock]:
+    """Return blocks that have nothing to do with each other."""
+    return [chain(1, f"{prefix}{number}")[0] for number in range(count)]
+
+
+def keys_of(blocks: Sequence[WorkBlock]) -> list[BlockKey]:
+    """Return the keys of blocks."""
+    return [block.key for block in blocks]
+
+
+def fs_tier(folder: Path, name: str = "disk", **options: Any) -> dict[str, Any]:
+    """Return a tier file's entry of an FS tier below ``folder``."""
+    return {"name": name, "type": "fs", "path": str(folder / name), "max_bytes": "unlimited", **options}
+
+
+def store(
+    session: Session, blocks: Sequence[WorkBlock], *, scope: Scope | None = None, rich: bool = True
+) -> tuple[BlockKey, ...]:
+    """Store blocks, with metadata if ``rich``; return the keys that are visible then."""
+    metas = [block.meta for block in blocks] if rich else None
+    job = session.prepare_store(keys_of(blocks), meta=metas, scope=scope)
+    for key, view in zip(job.keys, job.views(), strict=True):
+        view[:] = payload(key, len(view))
+    return job.commit()
+
+
+def load(
+    session: Session, blocks: Sequence[WorkBlock], *, scope: Scope | None = None, deadline: float = 5.0
+) -> list[str]:
+    """Load blocks and prove their bytes; return the tiers that served the leading ones.
+
+    Raises:
+        AssertionError: wrong bytes, or keys that are no prefix of those asked for.
+    """
+    with session.load(keys_of(blocks), deadline=deadline, scope=scope) as got:
+        assert list(got.keys) == keys_of(blocks)[: len(got.keys)], "no prefix"
+        for key, view in zip(got.keys, got.views(), strict=True):
+            assert bytes(view) == payload(key, len(view)), f"wrong bytes for {key}"
+        return list(got.sources)
+
+
+class Router(ReferenceConsumer):
+    """The reference consumer with a record of what it folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[EventBatch] = []
+        self.following = False
+
+    def fold(self, batch: EventBatch) -> None:
+        """Record the batch, then apply it."""
+        self.batches.append(batch)
+        super().fold(batch)
+
+    @property
+    def events(self) -> list[BlockStored | BlockRemoved]:
+        """All placement changes so far, in order."""
+        return [
+            event
+            for batch in self.batches
+            for event in batch.events
+            if isinstance(event, BlockStored | BlockRemoved)
+        ]
+
+    def told(self, block: WorkBlock) -> list[tuple[str, str | None, str | None]]:
+        """Return what was said of a block, in order: (event type, medium, locality)."""
+        return [
+            (type(event).__name__, event.medium, event.locality)
+            for event in self.events
+            if block.meta.hashes[0] in event.block_hashes
+        ]
+
+
+class DaemonRig:
+    """One daemon on ``folder``, which has to be short (see :class:`LocalDaemon`).
+
+    ``tiers`` replaces the one FS tier below the pool of ``slots`` blocks; ``changes`` replaces other
+    sections of the tier file. Every layout that :meth:`attach` is called with is compared in :meth:`agree`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int = 64,
+        disk_bytes: int = 1 << 30,
+        tiers: Sequence[dict[str, Any]] | None = None,
+        changes: dict[str, Any] | None = None,
+        heartbeat: str = "100ms",
+        paranoid: bool = True,
+    ) -> None:
+        sections = {"engine": {"shutdown_grace": "4s"}, **(changes or {})}
+        if tiers is not None:
+            sections["tiers"] = [CPU, *tiers]
+        self.folder = folder
+        self.daemon = LocalDaemon(
+            folder, pool_bytes=slots * BLOCK, disk_bytes=disk_bytes, changes=sections, paranoid=paranoid
+        )
+        self.edit(lambda body: body["events"].update(heartbeat=heartbeat))
+        self.client = Client(self.daemon.socket, deadline=10.0)
+        self.router = Router()
+        self.layouts: set[Layout] = set()
+
+    def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change the tier file for the next start."""
+        body = json.loads(self.daemon.config.read_text())
+        change(body)
+        self.daemon.config.write_text(json.dumps(body))
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def start(self) -> DaemonRig:
+        """Start the daemon and wait until the router hears it."""
+        self.daemon.start()
+        self.follow(self.router)
+        return self
+
+    def restart(self, *, crash: bool = False) -> DaemonRig:
+        """Stop and start the daemon; after a crash a new router takes the place of the old one.
+
+        Raises:
+            AssertionError: the stop did not end with exit code 0.
+        """
+        if crash:
+            self.daemon.kill()
+            self.router.close()
+            self.router = Router()
+        else:
+            code = self.daemon.stop()
+            assert code == 0, f"exit code {code}: {self.daemon.log_tail()}"
+        return self.start()
+
+    def close(self) -> None:
+        """Close everything and stop the daemon if it runs."""
+        self.client.close()
+        self.router.close()
+        self.daemon.stop()
+
+    # -- asking -------------------------------------------------------------------------------------
+
+    def attach(self, layout: Layout = LAYOUT, **options: Any) -> Session:
+        """Attach a scheduler session of engine ``e0``, unless the options say otherwise."""
+        self.layouts.add(layout)
+        return self.client.attach(layout, **{"engine_id": "e0", **options})
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's status."""
+        return self.client.status()
+
+    def tier(self, name: str) -> dict[str, Any]:
+        """Return one tier's part of the status."""
+        found: dict[str, Any] = next(tier for tier in self.status()["tiers"] if tier["name"] == name)
+        return found
+
+    def counter(self, tier: str, name: str) -> int:
+        """Return a tier's counter."""
+        return int(self.tier(tier)["counters"].get(name, 0))
+
+    def file(self, block: WorkBlock, *, root: str = "disk") -> Path:
+        """Return where a block of ``LAYOUT`` has its file (see ``FORMAT.md``)."""
+        name = f"{block.key.hash.hex()}.{block.key.group}"
+        return self.folder / root / "v1" / LAYOUT.namespace() / block.key.hash[-1:].hex() / name
+
+    def resources(self) -> tuple[int, float]:
+        """Return the daemon's resident bytes and the seconds of processor time it used."""
+        import os
+
+        fields = Path(f"/proc/{self.daemon.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), sum(map(int, fields[11:13])) / os.sysconf(
+            "SC_CLK_TCK"
+        )
+
+    def complaints(self) -> list[str]:
+        """Return what the daemon logged and should never have to."""
+        lines = self.daemon.log.read_text(errors="replace").splitlines() if self.daemon.log.exists() else []
+        return [line for line in lines if re.search(r" (ERROR|CRITICAL) |Traceback", line)]
+
+    # -- quiet points -------------------------------------------------------------------------------
+
+    def follow(self, router: Router) -> Router:
+        """Connect a router unless it is, and wait until it hears the daemon."""
+        if not router.following:
+            router.connect(self.daemon.endpoint, self.daemon.replay)
+            router.following = True
+        heard = router.counts["batches"]
+        router.wait_for(lambda r: r.counts["batches"] > heard and r.wanted is None, what="a batch")
+        return router
+
+    def settle(self) -> dict[str, Any]:
+        """Wait until nothing is under way and the router heard everything; return the status."""
+        status = wait_for(self._idle, "the daemon to be idle", poll=0.003)
+        assert status is not None
+        self.catch_up(self.router, status)
+        return status
+
+    def catch_up(self, router: Router, status: dict[str, Any] | None = None) -> Router:
+        """Wait until a router heard the last batch that the status (default: a new one) tells of."""
+        last = (status or self.status())["events"]["sequence"]
+        if last is not None:
+            router.wait_for(lambda r: (r.expected or 0) > last and r.wanted is None, what=f"batch {last}")
+        return router
+
+    def _idle(self) -> dict[str, Any] | None:
+        status = self.status()
+        below = status["tiers"][1:]
+        waiting = any(tier["wanted"] or tier["scanning"] for tier in below)
+        return None if status["operations"] or status["loads_waiting"] or waiting else status
+
+    def agree(self, *others: Router) -> None:
+        """Check that what the router (and every other one given) folded is what the daemon has.
+
+        Raises:
+            AssertionError: it is not.
+        """
+        status = self.settle()
+        truth = set()
+        for layout in self.layouts:
+            with self.client.attach(layout, engine_id="auditor") as session:
+                truth |= residencies(session.inventory())
+        for router in (self.router, *others):
+            self.catch_up(router, status)
+            assert router.resident == truth, (router.resident - truth, truth - router.resident)
+            assert router.counts["unknown_removals"] == 0, router.counts
+        assert status["events"]["unmatched_removals"] == 0, status["events"]

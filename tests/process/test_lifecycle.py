@@ -1,0 +1,330 @@
+"""Start, readiness, refusal to start, stop, crash and restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtierd.client import Client, KeyState, Unavailable
+from kvtierd.testing.clock import wait_for
+from kvtierd.testing.daemon_rig import BLOCK, LAYOUT, DaemonRig, chain, keys_of, load, loose, store
+
+Make = Callable[..., DaemonRig]
+
+
+def refused(rig: DaemonRig) -> tuple[int, str]:
+    """Serve a tier file that cannot be served; return the exit code and what was said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtierd", "serve", "--config", str(rig.daemon.config)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+@contextmanager
+def served(rig: DaemonRig, umask: int = 0o022) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon whose start is watched from the first moment."""
+    with (
+        rig.daemon.log.open("ab") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "kvtierd", "serve", "--config", str(rig.daemon.config)],
+            stderr=log,
+            umask=umask,
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+# -- start -------------------------------------------------------------------------------------------
+
+
+def test_status_answers_while_the_pool_is_made_and_engines_wait_until_it_is(make: Make) -> None:
+    """L106, L110, L111: control.sock tells the progress; engine.sock appears only when it answers, 0660."""
+    rig = make(slots=1)
+    rig.edit(lambda body: body["pool"].update(bytes="1GiB", prefault_threads=1))
+    rig.edit(lambda body: body.update(runtime_dir=str(rig.folder / "new" / "run")))
+    folder = rig.folder / "new" / "run"
+    control, engine = folder / "control.sock", folder / "engine.sock"
+    seen: set[str] = set()
+    filled: list[int] = []
+    modes: set[int] = set()
+
+    def ready() -> bool:
+        modes.update(stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.sock"))
+        before = engine.exists()
+        try:
+            status = Client(control).status()
+        except Unavailable:
+            return False
+        assert engine.exists() or status["state"] == "starting"
+        assert not before or status["pool"]["prefaulted_bytes"] == 1 << 30
+        seen.add(status["state"])
+        filled.append(status["pool"]["prefaulted_bytes"])
+        return engine.exists()
+
+    with served(rig, umask=0) as process:
+        wait_for(ready, "engine.sock", timeout=30, poll=0.002)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(engine))
+        assert process.poll() is None
+        modes.update(stat.S_IMODE(path.stat().st_mode) for path in (control, engine))
+    assert "starting" in seen
+    assert filled == sorted(filled)
+    assert len(set(filled)) > 2
+    assert modes == {0o660}
+    assert process.returncode == 0
+    assert not engine.exists()
+    assert not control.exists()
+
+
+@pytest.mark.parametrize("backing", ["memfd", "file"])
+def test_a_pool_that_does_not_fit_is_refused_in_numbers(make: Make, backing: str) -> None:
+    """L99: exit code 73 with needed, available and the setting; nothing is left behind."""
+    rig = make()
+    rig.edit(lambda body: body["pool"].update(bytes="64TiB", backing=backing))
+    before = set(Path("/dev/shm").iterdir())
+    code, said = refused(rig)
+    assert code == 73
+    assert "pool.bytes" in said
+    assert str(64 << 40) in said
+    assert "needed" in said
+    assert "available" in said
+    assert list((rig.folder / "run").iterdir()) == []
+    assert list((rig.folder / "disk").iterdir()) == []
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_a_second_daemon_on_one_folder_is_refused(rig: DaemonRig, make: Make) -> None:
+    """The first one keeps its socket, its stream and its blocks."""
+    made = chain(3)
+    session = rig.attach()
+    store(session, made)
+    second = make()
+    second.edit(lambda body: body.update(runtime_dir=str(rig.folder / "run")))
+    code, said = refused(second)
+    assert code == 73
+    assert "another daemon answers" in said
+    assert load(session, made) == ["cpu"] * 3
+    assert load(rig.attach(), made) == ["cpu"] * 3
+
+
+def test_a_stale_socket_does_not_stop_a_start(make: Make) -> None:
+    """L98: what a killed daemon leaves is replaced."""
+    rig = make()
+    for name in ("engine.sock", "control.sock"):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(rig.folder / "run" / name))
+    rig.start()
+    assert rig.attach().connected
+
+
+def test_an_impossible_locality_is_refused_at_start(make: Make) -> None:
+    """L35, L88: spelling counts, and the message names the key."""
+    rigs = []
+    for wrong in ("local", "Local", "GLOBAL", ""):
+        rig = make()
+        rig.edit(lambda body, wrong=wrong: body["tiers"][1].update(locality=wrong))  # type: ignore[misc]
+        rigs.append(rig)
+    for code, said in map(refused, rigs):
+        assert code == 78
+        assert "locality" in said
+        assert "LOCAL or REMOTE" in said
+
+
+def test_the_daemon_is_light(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """The daemon's process never imports torch, and beside its pool it stays small."""
+    rig = make(slots=16384, paranoid=False).start()  # a pool of 64 MiB
+    session = rig.attach()
+    store(session, loose(200))
+    rig.settle()
+    resident, _ = rig.resources()
+    with capsys.disabled():
+        print(f"\nresident beside the pool: {(resident - (64 << 20)) / 2**20:.1f} MiB", end="")
+    assert resident - (64 << 20) < 150 << 20
+    maps = Path(f"/proc/{rig.daemon.pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "numpy" not in maps
+    check = "import sys, kvtierd.daemon, kvtierd.cli.serve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False, timeout=30).returncode == 0
+
+
+# -- clients before and after --------------------------------------------------------------------------
+
+
+def test_a_client_may_start_before_the_daemon(make: Make) -> None:
+    """L111: until then everything is a miss at once; then it connects by itself."""
+    rig = make()
+    session = rig.attach()
+    made = chain(4)
+    start = time.monotonic()
+    assert not session.connected
+    assert session.lookup(keys_of(made)).states == (KeyState.MISS,) * 4
+    assert store(session, made) == ()
+    assert load(session, made) == []
+    assert session.inventory() == []
+    assert session.put(made[0].key, b"x" * BLOCK) is False
+    assert time.monotonic() - start < 1.0
+    rig.start()
+    wait_for(lambda: store(session, made) == tuple(keys_of(made)), "the client to come back")
+    assert load(session, made) == ["cpu"] * 4
+
+
+def test_a_daemon_killed_under_its_clients_is_a_cache_that_misses(rig: DaemonRig) -> None:
+    """L112: verbs answer at once while it is away; the same session comes back with a new pool."""
+    session = rig.attach()
+    made = chain(4)
+    store(session, made)
+    rig.settle()
+    pool_id = session.pool_id
+    job = session.prepare_store([key.key for key in loose(1, "open")])
+    held = session.load(keys_of(made))
+    rig.daemon.kill()
+    start = time.monotonic()
+    for _ in range(20):
+        assert session.lookup(keys_of(made)).states == (KeyState.MISS,) * 4
+        assert load(session, made) == []
+        assert session.evict(keys_of(made)) == 0
+    assert store(session, made) == ()
+    assert time.monotonic() - start < 1.0
+    assert bytes(held.views()[0]), "the old mapping stays readable"
+    rig.restart(crash=True)
+    assert job.commit() == (), "a job of the old pool is not stored"
+    held.release()
+    wait_for(lambda: session.lookup(keys_of(made)).prefix == 4, "the client to come back")
+    assert session.connected
+    assert session.pool_id != pool_id
+    assert load(session, made) == ["disk"] * 4
+
+
+# -- stop and restart --------------------------------------------------------------------------------
+
+
+def test_a_stop_drains_writes_and_events(rig: DaemonRig) -> None:
+    """L28, L29, L71: SIGTERM writes what is wanted below, tells of the pool's end, ends with 0 in time."""
+    session = rig.attach()
+    made = chain(40)
+    store(session, made)
+    start = time.monotonic()
+    assert rig.daemon.stop() == 0
+    assert time.monotonic() - start < 4.0
+    rig.router.wait_for(lambda r: len(r.resident) == 40, 5, "the removals from the pool")
+    assert {entry.medium for entry in rig.router.resident} == {"STORAGE"}
+    removed = [e.block_hashes[0] for e in rig.router.events if type(e).__name__ == "BlockRemoved"]
+    assert removed == [block.meta.hashes[0] for block in reversed(made)], "leaf first"
+    rig.start()
+    wait_for(lambda: session.lookup(keys_of(made)).prefix == 40, "the client to come back")
+    assert session.lookup(keys_of(made)).states == (KeyState.COLD,) * 40
+    assert load(session, made) == ["disk"] * 40
+
+
+def test_a_stop_ends_with_a_client_and_a_dead_subscriber_around(rig: DaemonRig) -> None:
+    """L29: neither an attached session with a job, nor a subscriber that reads no more, holds it up."""
+    session = rig.attach()
+    job = session.prepare_store(keys_of(loose(3)))
+    assert len(job.keys) == 3
+    with socket.create_connection(("127.0.0.1", int(rig.daemon.endpoint.rpartition(":")[2]))):
+        start = time.monotonic()
+        assert rig.daemon.stop() == 0
+    assert time.monotonic() - start < 4.0
+    assert session.lookup(keys_of(loose(3))).prefix == 0
+
+
+def test_nothing_follows_the_end_of_the_stream(rig: DaemonRig) -> None:
+    """L30: the removals at the stop are the last that a subscriber hears."""
+    session = rig.attach()
+    store(session, chain(5))
+    rig.settle()
+    assert rig.daemon.stop() == 0
+    while rig.router.poll(0.3):
+        pass
+    last = [event for event in rig.router.events if event.medium == "CPU"]
+    assert [type(event).__name__ for event in last[-5:]] == ["BlockRemoved"] * 5
+    assert len(rig.router.resident) == 5
+
+
+def test_two_signals_in_a_row_are_one_clean_end(make: Make) -> None:
+    """An operator who asks twice gets out with 0 and no traceback."""
+    rig = make()
+    rig.edit(lambda body: body["engine"].update(shutdown_grace="30s"))
+    with served(rig) as process:
+        wait_for(lambda: Path(rig.daemon.socket).exists(), "engine.sock")
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+
+
+def test_after_a_crash_the_files_are_hits_and_a_new_router_learns_them(rig: DaemonRig) -> None:
+    """L71, L98: every file announced before the kill; the stream folds to the inventory."""
+    made = chain(30)
+    for _ in range(2):
+        session = rig.attach()
+        store(session, made)
+        rig.settle()
+        rig.restart(crash=True)
+        rig.attach()
+        rig.agree()
+        assert {entry.medium for entry in rig.router.resident} == {"STORAGE"}
+        assert len(rig.router.resident) == 30
+    session = rig.attach()
+    assert load(session, made) == ["disk"] * 30
+
+
+def test_batch_numbers_go_on_after_a_stop_and_never_back_after_a_crash(rig: DaemonRig) -> None:
+    """EVENTS: a router drops what comes with an old number."""
+    session = rig.attach()
+    store(session, loose(5))
+    rig.settle()
+    numbers = [rig.status()["events"]["sequence"]]
+    for crash in (False, True):
+        if crash:
+            rig.restart(crash=True)
+        else:
+            rig.restart()
+            assert rig.router.counts["gaps"] == 0
+            assert rig.router.counts["repeats"] == 0
+        numbers.append(rig.status()["events"]["sequence"])
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_stop_during_the_start_is_obeyed(make: Make) -> None:
+    """SIGTERM while the pool is made: out at once, nothing left."""
+    rig = make(slots=1)
+    rig.edit(lambda body: body["pool"].update(bytes="1GiB", prefault_threads=1))
+    with served(rig) as process:
+        wait_for(lambda: (rig.folder / "run" / "control.sock").exists(), "control.sock", poll=0.001)
+        process.terminate()
+        assert process.wait(10) == 0
+    assert not os.listdir(rig.folder / "run")
+
+
+def test_another_layout_has_another_namespace_after_a_restart_too(rig: DaemonRig) -> None:
+    """L127: equal hashes of two tenants never meet, in the pool or on the disk."""
+    tenant = msgspec.structs.replace(LAYOUT, tenant="b")
+    made = chain(3)
+    store(rig.attach(), made)
+    rig.settle()
+    for _ in range(2):
+        other = rig.attach(tenant, engine_id="e1")
+        assert other.lookup(keys_of(made)).states == (KeyState.MISS,) * 3
+        assert load(other, made) == []
+        rig.restart()
+    assert load(rig.attach(), made) == ["disk"] * 3

@@ -198,8 +198,11 @@ class Daemon:
                 pool.slot_view,
                 lambda finished: self.turn([finished]),
                 self._loop,
+                stalled=lambda op: self.turn([stimuli.Stalled(op)]),
+                probed=lambda probed: self.turn([probed]),
                 readers=tier.readers,
                 writers=tier.writers,
+                deadline=tier.deadline,
             )
 
     def _scanned(self, tier: str) -> None:
@@ -220,7 +223,6 @@ class Daemon:
                     if isinstance(effect, effects.Answer):
                         answers[effect.session].append(effect.reply)
                     else:
-                        assert not isinstance(effect, effects.Probe), "no tier is shared yet"
                         self._movers[effect.tier].submit(effect)
             if self._paranoid:
                 validate(ladder)

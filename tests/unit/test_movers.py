@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import subprocess
 import sys
@@ -16,95 +15,9 @@ import pytest
 from kvtierd.core.effects import BlockAt, Delete, Read, Write
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.edges.backends.memory import MemoryBackend
-from kvtierd.edges.movers import Mover
 from kvtierd.testing.backend_kit import block, payload
-from kvtierd.testing.faults import FaultyBackend
-
-SIZE = 64
-SLOT = 4096
-
-
-class Bench:
-    """A mover over a memory backend and a small pool; records what comes back and in which thread."""
-
-    def __init__(self, *, inner=None, readers=2, writers=2, batch=4, **options):
-        self.pool = bytearray(SLOT * 64)
-        self.backend = FaultyBackend(inner if inner is not None else MemoryBackend("ram"))
-        self.finished = {}
-        self.order = []
-        self.threads = set()
-        self.changed = asyncio.Event()
-        self.mover = Mover(
-            "ram",
-            self.backend,
-            self.view,
-            self.done,
-            asyncio.get_running_loop(),
-            readers=readers,
-            writers=writers,
-            batch=batch,
-            **options,
-        )
-
-    def view(self, slot, length):
-        return memoryview(self.pool)[slot * SLOT : slot * SLOT + length]
-
-    def done(self, finished):
-        assert finished.op not in self.finished, "answered twice"
-        self.finished[finished.op] = list(finished.outcomes)
-        self.order.append(finished.op)
-        self.threads.add(threading.get_ident())
-        self.changed.set()
-
-    async def wait_for(self, condition):
-        async with asyncio.timeout(20):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def outcomes(self, op):
-        await self.wait_for(lambda: op in self.finished)
-        return self.finished[op]
-
-    def fill(self, numbers):
-        for number in numbers:
-            self.view(number, SIZE)[:] = payload(number, SIZE)
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        self.backend.heal()
-        await self.mover.close(20)
-
-
-def at(*numbers, slots=None):
-    return tuple(
-        BlockAt(block(number, size=SIZE), slot)
-        for number, slot in zip(numbers, slots or numbers, strict=True)
-    )
-
-
-def statuses(outcomes):
-    return [outcome.status for outcome in outcomes]
-
-
-async def entered(hold, count=1):
-    await asyncio.to_thread(hold.wait_entered, count)
-
-
-def run(test):
-    """Run an asyncio test with a limit of its own."""
-
-    @functools.wraps(test)
-    def wrapper(*args, **kwargs):
-        async def limited():
-            async with asyncio.timeout(50):
-                await test(*args, **kwargs)
-
-        asyncio.run(limited())
-
-    return wrapper
+from kvtierd.testing.mover_bench import SIZE, at, entered, run, statuses
+from kvtierd.testing.mover_bench import MoverBench as Bench
 
 
 @run
@@ -346,7 +259,9 @@ def test_a_stuck_thread_does_not_keep_the_interpreter_from_ending():
         async def main():
             backend = FaultyBackend(MemoryBackend("ram"))
             loop = asyncio.get_running_loop()
-            mover = Mover("ram", backend, None, lambda _: None, loop, readers=1, writers=1)
+            ignore = lambda _: None
+            options = dict(stalled=ignore, probed=ignore, readers=1, writers=1, deadline=30.0)
+            mover = Mover("ram", backend, None, ignore, loop, **options)
             hold = backend.hold("delete", limit=1000)
             mover.submit(Delete(1, "ram", (block(1).id,)))
             await asyncio.to_thread(hold.wait_entered)

@@ -1,0 +1,84 @@
+"""Reads a tier's content at start, in a thread, at the pace at which the loop takes it in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvtierd.core.stimuli import Found, FoundBlock
+from kvtierd.edges.backends.base import Backend
+
+log = logging.getLogger(__name__)
+
+SCAN_LOOK_AHEAD = 4
+SCAN_POLL = 0.5
+
+
+class Scan:
+    """One scan in a thread; everything but :meth:`_work` and :meth:`_hand_over` is the loop thread's."""
+
+    def __init__(
+        self,
+        tier: str,
+        backend: Backend,
+        loop: asyncio.AbstractEventLoop,
+        found: Callable[[Found], None],
+        finished: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self.running = True
+        self._tier, self._backend, self._loop = tier, backend, loop
+        self._found, self._finished, self._ended = found, finished, ended
+        self._blocks = 0
+        self._error = ""
+        self._stopped = threading.Event()
+        self._room = threading.Semaphore(SCAN_LOOK_AHEAD)
+        threading.Thread(target=self._work, name=f"{tier}-scan", daemon=True).start()
+
+    def stop(self) -> None:
+        """Let the scan break off at its next batch."""
+        self._stopped.set()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return plain values; ``error`` is empty when the scan went well so far."""
+        return {"running": self.running, "blocks": self._blocks, "error": self._error}
+
+    def _work(self) -> None:
+        error: BaseException | None = None
+        try:
+            for batch in self._backend.scan():
+                if not self._hand_over(batch):
+                    break
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _hand_over(self, batch: list[FoundBlock]) -> bool:
+        while not self._room.acquire(timeout=SCAN_POLL):
+            if self._stopped.is_set():
+                return False
+        if self._stopped.is_set():
+            return False
+        try:
+            self._loop.call_soon_threadsafe(self._take, batch)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    def _take(self, batch: list[FoundBlock]) -> None:
+        self._room.release()
+        self._blocks += len(batch)
+        self._found(Found(self._tier, batch))
+
+    def _end(self, error: BaseException | None) -> None:
+        self.running = False
+        if error is not None:
+            self._error = f"{type(error).__name__}: {error}"
+            log.error("tier %s: the scan broke off", self._tier, exc_info=error)
+        self._ended()
+        self._finished()

@@ -10,35 +10,74 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import BlockAt, Write
-from kvtierd.core.model import BlockId, EventKind
-from kvtierd.core.residency import Node, State, root_first
+from kvtierd.core.model import BlockId
+from kvtierd.core.residency import Node, State
 from kvtierd.core.stack import Operation, Stack
-from kvtierd.core.stimuli import FoundBlock, Outcome, Status
-from kvtierd.core.tier import SecondaryTier
+from kvtierd.core.stimuli import Outcome, Status
+from kvtierd.core.tier import PoolSpace, SecondaryTier
+from kvtierd.core.upkeep import WRITE_BATCH, Upkeep
 
-WRITE_BATCH = 64
 WANTED_LIMIT = 1 << 20
+RETRIED_LIMIT = 1 << 16
+SPARE_SLOTS = 16
+"""With a tier that is written on eviction, one slot in so many is kept free by writing ahead."""
 
 
 class Cascade:
-    """Writes to the secondaries and the evictions there that make room."""
+    """Writes to the secondaries, one at a time for each, as far as the tier's gate allows."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, upkeep: Upkeep) -> None:
         self._stack = stack
+        self._upkeep = upkeep
+        self._demoting = [tier for tier in stack.secondaries if tier.spec.on_evict]
 
     def want(self, ids: Iterable[BlockId], tiers: tuple[str, ...] | None) -> None:
         """Ask for copies of pool blocks in the named secondaries (``None``: all), root first."""
         ids = list(ids)
         for tier in self._stack.secondaries:
-            if tiers is not None and tier.name not in tiers:
+            if (tiers is None or tier.name in tiers) and not tier.spec.on_evict:
+                self._enqueue(tier, ids)
+                self.pump(tier)
+
+    def _enqueue(self, tier: SecondaryTier, ids: Iterable[BlockId]) -> None:
+        for block_id in ids:
+            if tier.resident(block_id) is not None or block_id in tier.wanted:
                 continue
-            for block_id in ids:
-                if tier.resident(block_id) is None:
-                    tier.wanted[block_id] = None
-            while len(tier.wanted) > WANTED_LIMIT:
-                tier.wanted.popitem(last=False)
+            source = self._stack.primary.resident(block_id)
+            if source is None:
+                continue
+            size = source.block.payload_bytes
+            if not tier.gate.takes_more(len(tier.wanted) * size + tier.in_flight):
+                tier.counters["cascade_dropped_slow"] += 1
+            elif len(tier.wanted) >= WANTED_LIMIT:
                 tier.counters["cascade_dropped_queue_full"] += 1
+            else:
+                tier.wanted[block_id] = None
+
+    def demote(self, space: PoolSpace) -> None:
+        """Keep some slots free for a tier that is written on eviction: write the next victims, then evict."""
+        spare = max(1, space.arena.slots // SPARE_SLOTS)
+        if not self._demoting or space.arena.free_slots >= spare or space.arena.can_grow():
+            return
+        victims: list[Node] = []
+        while len(victims) < spare and (victim := space.blocks.victim()) is not None:
+            space.blocks.pin(victim)  # so that the next one is another
+            victims.append(victim)
+        for victim in victims:
+            space.blocks.unpin(victim)
+            self._demote(victim)
+        for tier in self._demoting:
             self.pump(tier)
+
+    def _demote(self, victim: Node) -> None:
+        block_id = victim.block.id
+        absent = [tier for tier in self._demoting if tier.resident(block_id) is None]
+        if not absent:
+            self._stack.primary.counters["evictions"] += 1
+            self._stack.primary.forget(victim)
+        for tier in absent:
+            tier.leaving.add(block_id)
+            tier.wanted.setdefault(block_id)
 
     def pump(self, tier: SecondaryTier) -> None:
         """Start one write of what is wanted, as far as budget and room allow; make room where it is short.
@@ -46,7 +85,7 @@ class Cascade:
         One write at a time for each tier, so that its stores are announced root first; the workers share its
         blocks. Nothing is written while the tier's scan runs: only then is it known what it holds already.
         """
-        if tier.scanning or tier.in_flight:
+        if tier.scanning or tier.in_flight or not tier.gate.may_write(self._stack.now):
             return
         batch: list[tuple[Node, Node]] = []
         while tier.wanted and self._fill(tier, batch) and not batch:
@@ -61,6 +100,7 @@ class Cascade:
             source = self._stack.primary.resident(block_id)
             if source is None or tier.resident(block_id) is not None:
                 del tier.wanted[block_id]
+                tier.leaving.discard(block_id)
                 tier.counters["cascade_dropped_evicted"] += source is None
             elif not tier.busy(block_id) and not self._admit(tier, source, batch):
                 return False
@@ -69,13 +109,13 @@ class Cascade:
     def _admit(self, tier: SecondaryTier, source: Node, batch: list[tuple[Node, Node]]) -> bool:
         """Add one block to the batch; ``False`` when it has to wait for budget or deletions."""
         size = tier.spec.estimate(source.block)
-        if tier.in_flight and tier.in_flight + size > tier.spec.budget:
+        if tier.in_flight and tier.in_flight + size > tier.gate.write_limit():
             return False
         node = Node(source.block, State.WRITING, size=size)
         node.pins = 1
         tier.blocks.add(node)  # from here on its parent is no candidate for eviction
         if not tier.fits(size):
-            room_comes = self._make_room(tier, size)
+            room_comes = self._upkeep.make_room(tier, size)
             tier.blocks.remove(node)
             if room_comes:
                 return False
@@ -89,42 +129,54 @@ class Cascade:
         batch.append((node, source))
         return True
 
-    def _make_room(self, tier: SecondaryTier, size: int) -> bool:
-        """Evict for ``size`` bytes and, in the same deletion, for what waits behind; whether it will fit."""
-        capacity = tier.spec.capacity
-        assert capacity is not None
-        if size > capacity:
-            return False
-        ahead = max(size, min(size * len(tier.wanted), size * WRITE_BATCH, capacity // 16))
-        self.trim(tier, capacity - ahead - tier.writing)
-        return tier.used + tier.writing + size <= capacity
-
-    def trim(self, tier: SecondaryTier, limit: int) -> None:
-        """Evict leaves until at most ``limit`` bytes are resident or no leaf is left."""
-        victims: list[BlockId] = []
-        while tier.used > limit and (victim := tier.blocks.victim()) is not None:
-            self._stack.retire(tier, victim)
-            tier.counters["evictions"] += 1
-            victims.append(victim.block.id)
-        self._stack.start_delete(tier, victims)
-
     def _start(self, tier: SecondaryTier, batch: list[tuple[Node, Node]]) -> None:
         nodes = tuple(node for node, _ in batch)
         sources = tuple(source for _, source in batch)
         op = self._stack.begin(Operation("write", tier, nodes, sources))
         blocks = tuple(BlockAt(source.block, source.slot) for source in sources)
         self._stack.effects.append(Write(op, tier.name, blocks))
+        tier.gate.writes.started()
 
-    def wrote(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
+    def wrote(self, operation: Operation, outcomes: Sequence[Outcome], seconds: float) -> None:
         """Take a write's outcomes: visible and announced, or gone as if never tried."""
         tier = operation.tier
+        size = tier.in_flight
         for node, source, outcome in zip(operation.nodes, operation.sources, outcomes, strict=True):
             self._stack.primary.unpin(source)
             tier.writing -= node.size
             tier.in_flight -= node.size
             node.pins -= 1
             self._settle(tier, node, outcome)
+            self._left(tier, source)
+        good = any(outcome.status is Status.OK for outcome in outcomes)
+        tier.gate.writes.ended(self._stack.now, None if good else tier.last_fault)
+        if good:
+            tier.gate.wrote(size, seconds)
+        self._upkeep.relieve(tier, outcomes)
         self.pump(tier)
+
+    def _left(self, tier: SecondaryTier, source: Node) -> None:
+        """Evict a block from the pool that was written for that reason, if it may still go."""
+        if source.block.id in tier.leaving:
+            tier.leaving.discard(source.block.id)
+            space = self._stack.primary.space_of(source)
+            if tier.resident(source.block.id) is not None and space.blocks.evictable(source):
+                self._stack.primary.counters["evictions"] += 1
+                self._stack.primary.forget(source)
+
+    def _failed(self, tier: SecondaryTier, node: Node, outcome: Outcome) -> None:
+        """Count a block that was not written; it gets one more try as long as the pool has it."""
+        block_id = node.block.id
+        tier.counters[f"write_{outcome.status.value}"] += 1
+        tier.last_fault = outcome.reason or outcome.status.value
+        if block_id in tier.retried:
+            tier.retried.discard(block_id)
+            tier.counters["cascade_dropped_failed"] += 1
+            return
+        if len(tier.retried) >= RETRIED_LIMIT:
+            tier.retried.clear()
+        tier.retried.add(block_id)
+        tier.wanted[block_id] = None
 
     def _settle(self, tier: SecondaryTier, node: Node, outcome: Outcome) -> None:
         block_id = node.block.id
@@ -132,9 +184,11 @@ class Cascade:
         tier.doomed.discard(block_id)
         if outcome.status is not Status.OK:
             tier.blocks.remove(node)
-            tier.counters[f"write_{outcome.status.value}"] += 1
-            tier.last_fault = outcome.reason or outcome.status.value
+            if not doomed:
+                self._failed(tier, node, outcome)
             return
+        tier.retried.discard(block_id)
+        tier.unstick(block_id)
         node.size = outcome.stored_bytes
         if doomed:  # evicted while it was on its way: never announced, only deleted
             tier.blocks.remove(node)
@@ -142,38 +196,5 @@ class Cascade:
             tier.deleting += node.size
             self._stack.start_delete(tier, [block_id])
             return
-        tier.insert(node)
+        tier.insert(node, self._stack.now)
         tier.blocks.offer(node)
-
-    def deleted(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
-        """Take a deletion's outcomes: the bytes are free. What could not be deleted is counted."""
-        tier = operation.tier
-        for outcome in outcomes:
-            tier.deleting -= tier.deletes.pop(outcome.id)
-            if outcome.status not in (Status.OK, Status.GONE):
-                tier.counters["delete_failed"] += 1
-                tier.last_fault = outcome.reason or outcome.status.value
-        self.pump(tier)
-
-    def found(self, tier: SecondaryTier, blocks: Sequence[FoundBlock]) -> None:
-        """Index a part of a tier's scan: hits at once, announced when the scan ends."""
-        for found in blocks:
-            block_id = found.block.id
-            if tier.blocks.get(block_id) is not None or block_id in tier.removed_in_scan:
-                continue
-            node = Node(found.block, State.RESIDENT, size=found.stored_bytes)
-            tier.blocks.add(node)
-            tier.used += node.size
-            tier.unannounced[block_id] = None
-
-    def scanned(self, tier: SecondaryTier) -> None:
-        """End a tier's scan: announce what it found, root first, then trim to the capacity."""
-        tier.scanning = False
-        nodes = [tier.blocks.nodes[block_id] for block_id in tier.unannounced]
-        tier.unannounced.clear()
-        tier.removed_in_scan.clear()
-        for node in root_first(nodes):
-            tier.announce(EventKind.STORED, node.block)
-        if tier.spec.capacity is not None:
-            self.trim(tier, tier.spec.capacity)
-        self.pump(tier)

@@ -60,6 +60,8 @@ def _check_slots(space: PoolSpace) -> None:
     used.update(node.slot for node in space.blocks)
     used.update(node.slot for node in space.leaving)
     _require(used == known, f"slots do not add up: {used - known} twice or unknown, {known - used} lost")
+    loading = sum(node.state is State.LOADING for node in (*space.blocks, *space.leaving))
+    _require(space.promoting >= loading, f"{loading} slots are loading, {space.promoting} counted")
     for node in space.leaving:
         _require(node.gone and node.pins > 0, f"a leaving node must be gone and pinned: {node}")
 
@@ -82,6 +84,11 @@ def _check_secondary(ladder: Ladder, tier: SecondaryTier) -> None:
     _require(
         writing == tier.writing == tier.in_flight, f"{tier.name}: {writing} bytes writing, {tier.writing}"
     )
+    stuck = sum(tier.stuck.values())
+    _require(stuck == tier.stuck_bytes, f"{tier.name}: {stuck} bytes undeletable, {tier.stuck_bytes} counted")
+    if tier.spec.ttl is not None:
+        there = {node.block.id for node in tier.blocks if node.state is State.RESIDENT}
+        _require(there == set(tier.ages), f"{tier.name}: ages are kept for other blocks than the resident")
     deleting = sum(tier.deletes.values())
     _require(deleting == tier.deleting, f"{tier.name}: {deleting} bytes deleting, {tier.deleting} counted")
     capacity = tier.spec.capacity
@@ -101,6 +108,7 @@ def _expected_pins(ladder: Ladder) -> Counter[int]:
     holders += [lease.nodes for lease in ladder.sessions.leases.values()]
     holders += [held.nodes for held in ladder.sessions.quarantines.values()]
     holders += [load.nodes for load in ladder.loads.waiting.values()]
+    holders.append(ladder.loads.promotion.grace)
     for operation in ladder.stack.operations.values():
         holders += [operation.nodes, operation.sources]
     for nodes in holders:

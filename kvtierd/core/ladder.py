@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtierd.core import inventory, statistics, stimuli
+from kvtierd.core import scope as scopes
 from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
@@ -22,7 +23,8 @@ from kvtierd.core.sessions import Session, Sessions
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Role
 from kvtierd.core.stores import Stores
-from kvtierd.core.tier import PoolSpace, TierSpec
+from kvtierd.core.tier import PoolSpace, SecondaryTier, TierSpec
+from kvtierd.core.upkeep import Upkeep
 
 Handler = Callable[[Session, Any], None]
 
@@ -61,7 +63,8 @@ class Ladder:
         self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries)
         self.sessions = Sessions()
         self.custody = Custody(self.stack, self.sessions)
-        self.cascade = Cascade(self.stack)
+        self.upkeep = Upkeep(self.stack)
+        self.cascade = Cascade(self.stack, self.upkeep)
         self.stores = Stores(self.stack, self.sessions, self.custody, self.cascade, job_ttl)
         self.loads = Loads(self.stack, self.sessions, self.custody, lease_ttl)
         self.inventory = inventory.Pages(self.stack)
@@ -91,12 +94,6 @@ class Ladder:
         match stimulus:
             case stimuli.Asked(session, request):
                 self._asked(session, request)
-            case stimuli.Finished(op, outcomes):
-                self._finished(op, outcomes)
-            case stimuli.Found(tier, blocks, last):
-                self.cascade.found(self.stack.by_name[tier], blocks)
-                if last:
-                    self.cascade.scanned(self.stack.by_name[tier])
             case stimuli.SessionClosed(session):
                 self._close(session)
             case stimuli.ProcessDied(process):
@@ -105,6 +102,10 @@ class Ladder:
                 self._tick()
             case stimuli.Stop():
                 self._stop()
+            case _:
+                self._worked(stimulus)
+        for space in self.stack.primary.spaces.values():
+            self.cascade.demote(space)
         effects, self.stack.effects = self.stack.effects, []
         return effects
 
@@ -158,15 +159,17 @@ class Ladder:
 
     def _check_tiers(self, request: stimuli.LadderRequest) -> None:
         named: list[str] = list(getattr(request, "tiers", None) or ())
-        scope = getattr(request, "scope", None)
-        if scope is not None:
-            named += (*(scope.load_from or ()), *(scope.store_to or ()))
         if isinstance(request, stimuli.Inventory) and request.tier is not None:
             named.append(request.tier)
         for name in named:
             if name not in self.stack.names:
                 known = ", ".join(self.stack.names)
                 raise Refusal(ErrorCode.UNKNOWN_TIER, f"no tier is named {name!r}; the tiers are {known}")
+        scope = getattr(request, "scope", None)
+        if scope is not None:
+            for pattern in (*(scope.load_from or ()), *(scope.store_to or ())):
+                if wrong := scopes.problem(pattern, self.stack.tiers):
+                    raise Refusal(ErrorCode.UNKNOWN_TIER, f"scope: {wrong}")
 
     def _attach(self, number: int, request: stimuli.Attach) -> None:
         if number in self.sessions.open:
@@ -285,15 +288,60 @@ class Ladder:
             self.stores.revoke(job)
         for lease in [lease for lease in self.sessions.leases.values() if lease.deadline <= now]:
             self.loads.revoke(lease)
+        for tier in self.stack.secondaries:
+            self.upkeep.tick(tier)
+            self.cascade.pump(tier)  # a breaker may be half open by now
 
-    def _finished(self, op: int, outcomes: Sequence[stimuli.Outcome]) -> None:
+    # -- workers ------------------------------------------------------------------------------------
+
+    def _worked(self, stimulus: stimuli.Worked) -> None:
+        match stimulus:
+            case stimuli.Finished(op, outcomes, seconds):
+                self._finished(op, outcomes, seconds)
+            case stimuli.Stalled(op):
+                self._stalled(op)
+            case stimuli.Probed(op, found, failed):
+                self._probed(op, found, failed=failed)
+            case stimuli.Found(tier, blocks, last):
+                self._found(self.stack.by_name[tier], blocks, last=last)
+
+    def _finished(self, op: int, outcomes: Sequence[stimuli.Outcome], seconds: float) -> None:
         operation = self.stack.operations.pop(op)
+        operation.tier.gate.stalled.discard(op)
         if operation.kind == "write":
-            self.cascade.wrote(operation, outcomes)
+            self.cascade.wrote(operation, outcomes, seconds)
         elif operation.kind == "read":
             self.loads.read(operation, outcomes)
         else:
-            self.cascade.deleted(operation, outcomes)
+            self.upkeep.deleted(operation, outcomes)
+        self.cascade.pump(operation.tier)
+
+    def _stalled(self, op: int) -> None:
+        operation = self.stack.operations.get(op)
+        if operation is None:
+            return
+        operation.tier.gate.stalled.add(op)
+        operation.tier.counters["stalls"] += 1
+        if operation.kind == "read":
+            self.loads.stalled(operation)
+        elif operation.kind == "probe":
+            self.loads.probing.give_up(op, operation.tier)
+
+    def _probed(self, op: int, found: Sequence[stimuli.FoundBlock], *, failed: bool) -> None:
+        tier = self.stack.operations.pop(op).tier
+        tier.gate.stalled.discard(op)
+        self.loads.probing.probed(op, tier, found, failed=failed)
+        self._trim(tier)
+
+    def _found(self, tier: SecondaryTier, blocks: Sequence[stimuli.FoundBlock], *, last: bool) -> None:
+        self.upkeep.found(tier, blocks)
+        if last:
+            self.upkeep.scanned(tier)
+            self.cascade.pump(tier)
+
+    def _trim(self, tier: SecondaryTier) -> None:
+        if tier.spec.capacity is not None:
+            self.upkeep.trim(tier, tier.spec.capacity - tier.writing - tier.stuck_bytes)
 
     def _stop(self) -> None:
         """Answer what waits and announce that the pool's blocks go away with the process."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
 from kvtierd.core.model import BlockId, KeyState, block_ids
+from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion
 from kvtierd.core.residency import Node, State
+from kvtierd.core.scope import select
 from kvtierd.core.sessions import Lease, Session, Sessions
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Load, Lookup, Outcome, Prefetch, Release
@@ -41,6 +43,7 @@ class Loads:
         self._custody = custody
         self._ttl = lease_ttl
         self.promotion = Promotion(stack, self._node_settled)
+        self.probing = Probing(stack)
         self.waiting: dict[int, Waiting] = {}
         self._touched: set[int] = set()
 
@@ -51,6 +54,8 @@ class Loads:
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
         states = self._states(space, ids)
+        if request.promote and self.probing:
+            self._probe(ids, states)
         prefix = _until(states, MISS)
         if request.promote:
             self._promote(space, ids[:prefix], states)
@@ -58,6 +63,8 @@ class Loads:
         if request.lease is not None and (leased := _leading(state is HIT for state in states)):
             nodes = [space.blocks.nodes[block_id] for block_id in ids[:leased]]
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
+            for node in nodes:
+                self.promotion.claim(node)
         self._count(states)
         self._stack.answer(
             session.number,
@@ -86,6 +93,15 @@ class Loads:
                 states.append(PENDING if node.state is LOADING else MISS)
         return states
 
+    def _probe(self, ids: Sequence[BlockId], states: list[KeyState]) -> None:
+        """Ask the shared tiers for the keys behind the known prefix; stops at the first that is not there."""
+        for index, block_id in enumerate(ids):
+            if states[index] is MISS:
+                if not self.probing.wonder(block_id):
+                    break
+                states[index] = PENDING
+        self.probing.flush()
+
     def _promote(self, space: PoolSpace, ids: Iterable[BlockId], states: list[KeyState]) -> int:
         count = 0
         held = []
@@ -113,7 +129,8 @@ class Loads:
 
     def load(self, session: Session, request: Load) -> None:
         """Pin the leading keys, promote what is below, answer when all are there or the deadline is."""
-        scope = request.scope.load_from if request.scope is not None else None
+        patterns = request.scope.load_from if request.scope is not None else None
+        scope = select(patterns, self._stack.secondaries)
         space = self._stack.primary.spaces[session.namespace]
         now = self._stack.now
         load = Waiting(self._sessions.next_number(), session, request.id, now + request.deadline)
@@ -122,6 +139,7 @@ class Loads:
             if node is None:
                 break
             space.blocks.pin(node)
+            self.promotion.claim(node)
             load.nodes.append(node)
             load.sources.append(node.source if node.state is LOADING else self._stack.primary.name)
         self.promotion.flush()
@@ -157,6 +175,11 @@ class Loads:
     def read(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
         """Take a read's outcomes and answer the loads that waited for it."""
         self.promotion.read(operation, outcomes)
+        self._answer_settled()
+
+    def stalled(self, operation: Operation) -> None:
+        """Answer the loads that wait for a read which is past its deadline."""
+        self.promotion.stalled(operation)
         self._answer_settled()
 
     def cancelled(self) -> None:
@@ -234,7 +257,8 @@ class Loads:
         self._custody.quarantine(lease.number, lease.session, lease.engine, lease.nodes)
 
     def expire(self) -> None:
-        """Answer loads whose deadline has come with what is there."""
+        """Answer loads whose deadline has come with what is there; end what nobody read."""
+        self.promotion.expire()
         for load in [load for load in self.waiting.values() if load.deadline <= self._stack.now]:
             self._stack.primary.counters["load_deadline"] += 1
             self._finish(load)

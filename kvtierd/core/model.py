@@ -103,7 +103,11 @@ class BlockMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which secondary tiers a request may use, by tier name; ``None`` means all. CPU always takes part."""
+    """Which secondary tiers a request may use; ``None`` means all. CPU always takes part.
+
+    Each entry is a tier's name, ``medium=STORAGE``, ``locality=LOCAL`` or ``locality=REMOTE``; one match is
+    enough.
+    """
 
     load_from: tuple[str, ...] | None = None
     store_to: tuple[str, ...] | None = None

@@ -1,4 +1,8 @@
-"""From a secondary up into the pool: one read for each absent block, however many wait for it."""
+"""From a secondary up into the pool: one read for each absent block, however many wait for it.
+
+Promotions that nobody reads yet (asked for by a lookup or a prefetch) are kept for ``GRACE`` seconds.
+Together with the reads under way they may take half of a layout's slots, so that they never flush the pool.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.core.tier import PoolSpace, SecondaryTier
 
+GRACE = 5.0
+SHARE = 0.5
+
 
 class Promotion:
     """Reads from the secondaries into pool slots.
@@ -22,6 +29,8 @@ class Promotion:
         self._stack = stack
         self._settled = settled
         self._batches: dict[str, list[tuple[Node, Node]]] = {}
+        self.grace: dict[Node, float] = {}
+        """Promoted blocks that are pinned until they are read, or until the time given."""
 
     def source(
         self, space: PoolSpace, block_id: BlockId, tiers: tuple[str, ...] | None
@@ -31,7 +40,7 @@ class Promotion:
             if tiers is not None and tier.name not in tiers:
                 continue
             node = tier.resident(block_id)
-            if node is None or block_id in tier.deletes:
+            if node is None or not tier.gate.may_read(self._stack.now):
                 continue
             if node.block.payload_bytes == space.geometry.payload_bytes[block_id.key.group]:
                 return tier
@@ -40,6 +49,9 @@ class Promotion:
 
     def start(self, space: PoolSpace, block_id: BlockId, tier: SecondaryTier) -> Node | None:
         """Reserve a slot and note the read; ``None`` when the pool has no room. :meth:`flush` sends it."""
+        if space.promoting >= max(1, int(space.most_slots * SHARE)):
+            self._stack.primary.counters["promotion_over_budget"] += 1
+            return None
         below = tier.blocks.nodes[block_id]
         below.pins += 1  # neither may the room made in the pool ever cost the source
         node = Node(below.block, State.LOADING, generation=self._stack.next_generation())
@@ -53,7 +65,9 @@ class Promotion:
             self._stack.primary.counters["promotion_no_room"] += 1
             return None
         node.slot = slot
+        space.promoting += 1
         tier.blocks.touch(below)
+        tier.used_at(block_id, self._stack.now)
         self._batches.setdefault(tier.name, []).append((node, below))
         return node
 
@@ -65,23 +79,54 @@ class Promotion:
             op = self._stack.begin(operation)
             blocks = tuple(BlockAt(node.block, node.slot) for node, _ in batch)
             self._stack.effects.append(Read(op, name, blocks))
+            tier.gate.reads.started()
         self._batches = {}
 
     def read(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
         """Take a read's outcomes: visible in the pool, or never there."""
         tier = operation.tier
+        answered = any(outcome.status is not Status.FAILED for outcome in outcomes)
+        fault = next((outcome.reason for outcome in outcomes), "") or "reads fail"
+        tier.gate.reads.ended(self._stack.now, None if answered else fault)
         corrupt: list[Node] = []
         for node, below, outcome in zip(operation.nodes, operation.sources, outcomes, strict=True):
             below.pins -= 1
             tier.counters[f"read_{outcome.status.value}"] += 1
             self._settle_source(tier, below, outcome, corrupt)
-            if outcome.status is Status.OK and not node.gone:
-                self._stack.primary.publish(node)
-            elif not node.gone:
-                self._stack.primary.forget(node)
-            self._stack.primary.unpin(node)
+            self._settle_target(node, outcome)
             self._settled(node)
         self._stack.delete(tier, corrupt, corrupt=True)
+
+    def _settle_target(self, node: Node, outcome: Outcome) -> None:
+        primary = self._stack.primary
+        if outcome.status is Status.OK and not node.gone:
+            primary.publish(node)
+            if node.pins == 1:  # nobody waits for it: the read's own pin becomes its grace
+                self.grace[node] = self._stack.now + GRACE
+                return
+        elif not node.gone:
+            primary.forget(node)
+        primary.space_of(node).promoting -= 1
+        primary.unpin(node)
+
+    def claim(self, node: Node) -> None:
+        """End a promoted block's grace: it is being read, and pinned by the reader."""
+        if self.grace.pop(node, None) is not None:
+            self._stack.primary.space_of(node).promoting -= 1
+            self._stack.primary.unpin(node)
+
+    def expire(self) -> None:
+        """End the grace of what nobody read in time."""
+        for node in [node for node, until in self.grace.items() if until <= self._stack.now or node.gone]:
+            self._stack.primary.counters["promotions_unread"] += 1
+            self.claim(node)
+
+    def stalled(self, operation: Operation) -> None:
+        """Stop waiting for a read past its deadline; its slots stay pinned until it really ends."""
+        for node in operation.nodes:
+            if not node.gone:
+                self._stack.primary.forget(node)
+            self._settled(node)
 
     def _settle_source(self, tier: SecondaryTier, below: Node, outcome: Outcome, corrupt: list[Node]) -> None:
         lost = outcome.status in (Status.CORRUPT, Status.GONE)

@@ -32,6 +32,10 @@ class ExtentMap:
         """Units that no arena holds."""
         return sum(units for _, units in self._free)
 
+    def has_run(self, units: int) -> bool:
+        """Whether some free run has so many units."""
+        return any(run >= units for _, run in self._free)
+
     def take(self, wanted: int, multiple: int) -> Extent | None:
         """Take up to ``wanted`` units in one run, a positive multiple of ``multiple``."""
         for index, (start, units) in enumerate(self._free):
@@ -86,6 +90,10 @@ class Arena:
             range(extent.start + extent.units - self.slot_units, extent.start - 1, -self.slot_units)
         )
         return True
+
+    def can_grow(self) -> bool:
+        """Whether the pool has a run of one slot left."""
+        return self._map.has_run(self.slot_units)
 
     def take(self) -> int | None:
         """Take a free slot (its first unit), growing if need be."""

@@ -10,7 +10,7 @@ from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
 from kvtierd.core.model import BlockId
 from kvtierd.core.policies.lru import Lru
 from kvtierd.core.residency import Node, State, leaf_first
-from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, TierSpec
+from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier, TierSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,11 @@ class Stack:
     def names(self) -> tuple[str, ...]:
         """All tier names, primary first."""
         return (self.primary.name, *self.by_name)
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """All tiers, primary first."""
+        return [self.primary, *self.secondaries]
 
     def answer(self, session: int, reply: LadderReply) -> None:
         """Queue an answer."""

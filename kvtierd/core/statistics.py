@@ -32,6 +32,7 @@ def collect(ladder: Ladder) -> dict[str, Any]:
         "jobs": len(sessions.jobs),
         "leases": len(sessions.leases),
         "loads_waiting": len(ladder.loads.waiting),
+        "promotions_unread": len(ladder.loads.promotion.grace),
         "quarantined_slots": sum(len(held.nodes) for held in sessions.quarantines.values()),
         "operations": len(stack.operations),
     }
@@ -76,7 +77,10 @@ def _secondary(tier: SecondaryTier, primary: PrimaryTier) -> dict[str, Any]:
         "deleting_bytes": tier.deleting,
         "wanted": len(tier.wanted),
         "scanning": tier.scanning,
+        "condition": tier.gate.condition,
+        "reason": tier.gate.reason,
         "last_fault": tier.last_fault,
+        "undeletable_bytes": tier.stuck_bytes,
         "counters": dict(tier.counters),
     }
 

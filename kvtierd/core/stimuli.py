@@ -216,10 +216,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """A block that a backend's scan proved to be there."""
+    """A block that a backend proved to be there; ``idle_seconds``: how long ago it was last used."""
 
     block: Block
     stored_bytes: int
+    idle_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,4 +261,5 @@ class Stop:
     """Clean stop: answer what waits, announce that the pool's blocks are gone."""
 
 
-Stimulus = Asked | SessionClosed | ProcessDied | Finished | Stalled | Probed | Found | Tick | Stop
+Worked = Finished | Stalled | Probed | Found
+Stimulus = Asked | SessionClosed | ProcessDied | Worked | Tick | Stop

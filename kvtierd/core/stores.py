@@ -9,6 +9,7 @@ from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
 from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, SkipReason
 from kvtierd.core.residency import Link, Node, State
+from kvtierd.core.scope import select
 from kvtierd.core.sessions import Job, Session, Sessions
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Abort, Commit, Fail, PrepareStore
@@ -88,7 +89,11 @@ class Stores:
         """Let blocks that are in the pool already reach the secondaries that this store asks for."""
         ids = [BlockId(session.namespace, skip.key) for skip in skipped if skip.reason is SkipReason.RESIDENT]
         if ids:
-            self._cascade.want(ids, request.scope.store_to if request.scope is not None else None)
+            self._cascade.want(ids, self._targets(request))
+
+    def _targets(self, request: PrepareStore) -> tuple[str, ...] | None:
+        patterns = request.scope.store_to if request.scope is not None else None
+        return select(patterns, self._stack.secondaries)
 
     def _open_job(
         self, session: Session, request: PrepareStore, nodes: dict[BlockKey, Node], generation: int
@@ -101,7 +106,7 @@ class Stores:
             generation=generation,
             deadline=self._stack.now + self._ttl,
             nodes=nodes,
-            store_to=request.scope.store_to if request.scope is not None else None,
+            store_to=self._targets(request),
         )
         return number
 

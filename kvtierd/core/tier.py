@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvtierd.core.gate import Gate
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.model import Block, BlockId, EventKind, Layout, Locality, Medium, TierEvent
 from kvtierd.core.policies.base import Policy
@@ -17,7 +18,9 @@ from kvtierd.core.slots import Arena, ExtentMap
 class TierSpec:
     """What the tier file says of a tier. ``capacity`` and ``budget`` in bytes; ``None`` means unbounded.
 
-    ``estimate`` gives the bytes that a block will occupy; ``budget`` bounds bytes in flight to the tier.
+    ``estimate`` gives the bytes that a block will occupy; ``budget`` bounds bytes in flight to the tier;
+    ``ttl`` in seconds; ``on_evict``: written when the pool evicts a block, not when one is stored;
+    ``shared``: other daemons write there too.
     """
 
     name: str
@@ -28,6 +31,9 @@ class TierSpec:
     capacity: int | None = None
     budget: int = 256 << 20
     estimate: Callable[[Block], int] = lambda block: block.payload_bytes
+    ttl: float | None = None
+    on_evict: bool = False
+    shared: bool = False
 
 
 class Tier:
@@ -61,6 +67,10 @@ class PoolSpace:
         self.arena = Arena(extents, geometry.units)
         self.blocks = ResidentSet(policy)
         self.sessions: set[int] = set()
+        self.most_slots = extents.units // geometry.units
+        """How many slots the layout would have with the whole pool."""
+        self.promoting = 0
+        """Slots of promotions under way or not read yet."""
         self.leaving: set[Node] = set()
         """Nodes that left the set but are pinned: their slots are not free yet."""
 
@@ -141,6 +151,16 @@ class SecondaryTier(Tier):
         """Blocks to be written when there is budget and room; not pinned, dropped when evicted before."""
         self.deletes: dict[BlockId, int] = {}
         """Bytes of blocks whose deletion is in flight: no other operation may name them."""
+        self.gate = Gate(spec.budget)
+        self.retried: set[BlockId] = set()
+        """Blocks whose write failed once; the next failure is the last."""
+        self.leaving: set[BlockId] = set()
+        """Blocks that are written because the pool wants to evict them."""
+        self.stuck: dict[BlockId, int] = {}
+        """Bytes of blocks that left the index but could not be deleted; they take room until they can."""
+        self.stuck_bytes = 0
+        self.ages: OrderedDict[BlockId, float] = OrderedDict()
+        """When each block was last used, oldest first; kept only with a ttl."""
         self.doomed: set[BlockId] = set()
         """Blocks whose write is in flight and unwanted by now."""
         self.scanning = True
@@ -160,18 +180,39 @@ class SecondaryTier(Tier):
     def fits(self, size: int) -> bool:
         """Whether ``size`` more bytes fit now, with all that is in flight."""
         capacity = self.spec.capacity
-        return capacity is None or self.used + self.writing + self.deleting + size <= capacity
+        held = self.used + self.writing + self.deleting + self.stuck_bytes
+        return capacity is None or held + size <= capacity
 
-    def insert(self, node: Node) -> None:
-        """Put a visible block in and announce it, or note it while the scan runs."""
+    def stick(self, block_id: BlockId, size: int) -> None:
+        """Note that a block could not be deleted: it takes room, and is skipped from now on."""
+        self.counters["undeletable"] += 1
+        self.stuck[block_id] = size
+        self.stuck_bytes += size
+
+    def unstick(self, block_id: BlockId) -> int:
+        """Forget that a block could not be deleted; returns its bytes (0: it was not stuck)."""
+        size = self.stuck.pop(block_id, 0)
+        self.stuck_bytes -= size
+        return size
+
+    def used_at(self, block_id: BlockId, when: float) -> None:
+        """Note a use for the ttl."""
+        if self.spec.ttl is not None:
+            self.ages[block_id] = when
+            self.ages.move_to_end(block_id)
+
+    def insert(self, node: Node, now: float) -> None:
+        """Put a visible block in and announce it."""
         node.state = State.RESIDENT
         self.used += node.size
+        self.used_at(node.block.id, now)
         self.announce(EventKind.STORED, node.block)
 
     def forget(self, node: Node) -> None:
         """Take a visible block out and announce that, unless nobody was told of it yet."""
         self.blocks.remove(node)
         self.used -= node.size
+        self.ages.pop(node.block.id, None)
         if self.scanning:
             self.removed_in_scan.add(node.block.id)
         if node.block.id in self.unannounced:

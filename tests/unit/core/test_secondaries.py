@@ -48,7 +48,7 @@ def test_a_tier_stays_within_its_capacity_and_evicts_leaves_of_the_oldest_chain(
 def test_a_failed_write_announces_nothing_and_is_not_a_hit(rigged):
     """L08, L09"""
     rig = rigged(4, [fs_spec()])
-    rig.judge = lambda op, tier, bid: Status.FULL if op == "write" and bid.key == key(2) else Status.OK
+    rig.judge = lambda op, tier, bid: Status.FAILED if op == "write" and bid.key == key(2) else Status.OK
     rig.store(1, 2, 3)
     assert ("stored", "disk", 2) not in rig.story()
     rig.evict(1, 2, 3, tiers=("cpu",))

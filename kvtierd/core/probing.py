@@ -1,0 +1,95 @@
+"""Unknown keys of shared tiers: looked for in the background, remembered for a while when not there.
+
+Other daemons write to a shared tier, so its index here is not the whole truth. The engine's path never waits
+for a look at the storage: a lookup that may promote says PENDING while one is under way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvtierd.core.effects import Probe
+from kvtierd.core.model import BlockId
+from kvtierd.core.residency import Node, State
+from kvtierd.core.stack import Operation, Stack
+from kvtierd.core.stimuli import FoundBlock
+from kvtierd.core.tier import SecondaryTier
+
+ABSENT_SECONDS = 5.0
+ABSENT_LIMIT = 1 << 16
+IN_FLIGHT_LIMIT = 1 << 13
+
+
+class Probing:
+    """Probes of the shared tiers and the negative cache over them."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._tiers = [tier for tier in stack.secondaries if tier.spec.shared]
+        self._absent: dict[str, OrderedDict[BlockId, float]] = {
+            tier.name: OrderedDict() for tier in self._tiers
+        }
+        self._asked: dict[str, set[BlockId]] = {tier.name: set() for tier in self._tiers}
+        self._batch: dict[str, list[BlockId]] = {tier.name: [] for tier in self._tiers}
+        self._ops: dict[int, tuple[BlockId, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tiers)
+
+    def wonder(self, block_id: BlockId) -> bool:
+        """Whether some shared tier is being asked for the block (now or already); :meth:`flush` sends it."""
+        asked = False
+        for tier in self._tiers:
+            known = self._asked[tier.name]
+            if block_id in known:
+                asked = True
+            elif self._worth_asking(tier, block_id) and len(known) < IN_FLIGHT_LIMIT:
+                known.add(block_id)
+                self._batch[tier.name].append(block_id)
+                asked = True
+        return asked
+
+    def _worth_asking(self, tier: SecondaryTier, block_id: BlockId) -> bool:
+        if tier.scanning or tier.busy(block_id) or not tier.gate.may_read(self._stack.now):
+            return False
+        absent_until = self._absent[tier.name].get(block_id)
+        return absent_until is None or absent_until <= self._stack.now
+
+    def flush(self) -> None:
+        """Send the noted probes, one effect for each tier."""
+        for tier in self._tiers:
+            if batch := tuple(self._batch[tier.name]):
+                self._batch[tier.name] = []
+                op = self._stack.begin(Operation("probe", tier))
+                self._ops[op] = batch
+                self._stack.effects.append(Probe(op, tier.name, batch))
+                tier.gate.reads.started()
+
+    def probed(self, op: int, tier: SecondaryTier, found: Sequence[FoundBlock], *, failed: bool) -> None:
+        """Take a probe's result: index and announce what is there, remember what is not."""
+        ids = self._ops.pop(op, ())
+        self._asked[tier.name].difference_update(ids)
+        tier.gate.reads.ended(self._stack.now, "the tier does not answer probes" if failed else None)
+        tier.counters["probed"] += len(ids)
+        for item in found:
+            if tier.blocks.get(item.block.id) is None and item.block.id not in tier.deletes:
+                node = Node(item.block, State.RESIDENT, size=item.stored_bytes)
+                tier.blocks.add(node)
+                tier.insert(node, self._stack.now)
+                tier.counters["probe_found"] += 1
+        if not failed:
+            self._remember(tier, ids, {item.block.id for item in found})
+
+    def give_up(self, op: int, tier: SecondaryTier) -> None:
+        """Stop waiting for a stalled probe; what it says later still counts."""
+        self._asked[tier.name].difference_update(self._ops.get(op, ()))
+
+    def _remember(self, tier: SecondaryTier, ids: Sequence[BlockId], present: set[BlockId]) -> None:
+        absent = self._absent[tier.name]
+        for block_id in ids:
+            if block_id not in present:
+                absent[block_id] = self._stack.now + ABSENT_SECONDS
+                absent.move_to_end(block_id)
+        while len(absent) > ABSENT_LIMIT:
+            absent.popitem(last=False)

@@ -1,0 +1,111 @@
+"""The content of the secondaries: room, age, deletions, and what a scan finds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from kvtierd.core.model import BlockId, EventKind
+from kvtierd.core.residency import Node, State, root_first
+from kvtierd.core.stack import Operation, Stack
+from kvtierd.core.stimuli import FoundBlock, Outcome, Status
+from kvtierd.core.tier import SecondaryTier
+
+WRITE_BATCH = 64
+EXPIRY_BATCH = 256
+STUCK_BATCH = 64
+STUCK_RETRY = 30.0
+
+
+class Upkeep:
+    """Evictions of the secondaries and everything that is found in or gone from their storage."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._retry_at = STUCK_RETRY
+
+    def make_room(self, tier: SecondaryTier, size: int) -> bool:
+        """Evict for ``size`` bytes and, in the same deletion, for what waits behind; whether it will fit."""
+        capacity = tier.spec.capacity
+        assert capacity is not None
+        if size > capacity:
+            return False
+        ahead = max(size, min(size * len(tier.wanted), size * WRITE_BATCH, capacity // 16))
+        held = tier.writing + tier.stuck_bytes
+        self.trim(tier, capacity - ahead - held)
+        return tier.used + held + size <= capacity
+
+    def trim(self, tier: SecondaryTier, limit: int) -> None:
+        """Evict leaves until at most ``limit`` bytes are resident or no leaf is left."""
+        victims: list[BlockId] = []
+        while tier.used > limit and (victim := tier.blocks.victim()) is not None:
+            self._stack.retire(tier, victim)
+            tier.counters["evictions"] += 1
+            victims.append(victim.block.id)
+        self._stack.start_delete(tier, victims)
+
+    def deleted(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
+        """Take a deletion's outcomes: the bytes are free, but for what could not be deleted."""
+        tier = operation.tier
+        for outcome in outcomes:
+            size = tier.deletes.pop(outcome.id)
+            tier.deleting -= size
+            if outcome.status not in (Status.OK, Status.GONE):
+                tier.stick(outcome.id, size)
+                tier.last_fault = outcome.reason or outcome.status.value
+
+    def found(self, tier: SecondaryTier, blocks: Sequence[FoundBlock]) -> None:
+        """Index a part of a tier's scan: hits at once, announced when the scan ends."""
+        for found in blocks:
+            block_id = found.block.id
+            if tier.blocks.get(block_id) is not None or block_id in tier.removed_in_scan:
+                continue
+            node = Node(found.block, State.RESIDENT, size=found.stored_bytes)
+            tier.blocks.add(node)
+            tier.used += node.size
+            tier.used_at(block_id, self._stack.now - found.idle_seconds)
+            tier.unannounced[block_id] = None
+
+    def scanned(self, tier: SecondaryTier) -> None:
+        """End a tier's scan: announce what it found, root first, then trim to the capacity."""
+        tier.scanning = False
+        nodes = [tier.blocks.nodes[block_id] for block_id in tier.unannounced]
+        tier.unannounced.clear()
+        tier.removed_in_scan.clear()
+        for node in root_first(nodes):
+            tier.announce(EventKind.STORED, node.block)
+        if tier.spec.capacity is not None:
+            self.trim(tier, tier.spec.capacity)
+
+    def relieve(self, tier: SecondaryTier, outcomes: Sequence[Outcome]) -> None:
+        """After writes were refused for want of space (others fill the storage too), give some up."""
+        refused = sum(outcome.status is Status.FULL for outcome in outcomes)
+        if refused and len(tier.blocks):
+            average = max(1, tier.used // len(tier.blocks))
+            self.trim(tier, max(0, tier.used - 2 * refused * average))
+
+    def tick(self, tier: SecondaryTier) -> None:
+        """Expire what was not used for the tier's ttl; try again to delete what could not be deleted."""
+        now = self._stack.now
+        if tier.spec.ttl is not None:
+            self._expire(tier, now - tier.spec.ttl)
+        if tier.stuck and now >= self._retry_at:
+            self._retry_at = now + STUCK_RETRY
+            ids = [
+                block_id for block_id in itertools.islice(tier.stuck, STUCK_BATCH) if not tier.busy(block_id)
+            ]
+            for block_id in ids:
+                tier.deletes[block_id] = tier.unstick(block_id)
+                tier.deleting += tier.deletes[block_id]
+            self._stack.start_delete(tier, ids)
+
+    def _expire(self, tier: SecondaryTier, before: float) -> None:
+        old = [item[0] for item in itertools.islice(tier.ages.items(), EXPIRY_BATCH) if item[1] < before]
+        victims = []
+        for block_id in reversed(old):  # the younger of a chain are its leaves
+            node = tier.blocks.resident(block_id)
+            if node is not None and tier.blocks.evictable(node):
+                self._stack.retire(tier, node)
+                tier.counters["expired"] += 1
+                victims.append(block_id)
+        self._stack.start_delete(tier, victims)

@@ -102,14 +102,16 @@ class Loads:
                 states[index] = PENDING
         self.probing.flush()
 
-    def _promote(self, space: PoolSpace, ids: Iterable[BlockId], states: list[KeyState]) -> int:
+    def _promote(self, space: PoolSpace, ids: Sequence[BlockId], states: list[KeyState]) -> int:
+        # The room for one of these blocks must not cost another, not even a later one: it is told as a HIT.
+        held = [
+            space.blocks.nodes[block_id] for block_id, state in zip(ids, states, strict=False) if state is HIT
+        ]
+        for node in held:
+            space.blocks.pin(node)
         count = 0
-        held = []
         for index, block_id in enumerate(ids):
-            if states[index] is HIT:  # the room for a later block must not cost an earlier one
-                held.append(space.blocks.nodes[block_id])
-                space.blocks.pin(held[-1])
-            elif states[index] is COLD:
+            if states[index] is COLD:
                 tier = self.promotion.source(space, block_id, None)
                 if tier is None or self.promotion.start(space, block_id, tier) is None:
                     break

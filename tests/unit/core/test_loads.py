@@ -172,6 +172,19 @@ def test_a_lookup_may_start_promotions(rigged):
     assert rig.lookup(1, 2, 3).states == (KeyState.HIT, KeyState.HIT, KeyState.MISS)
 
 
+def test_a_promotion_never_costs_a_hit_of_the_same_lookup(rigged):
+    """Also one behind the promoted block: a full pool [COLD, HIT] once evicted what it had just reported."""
+    rig = rigged(2, [fs_spec()])
+    rig.store(1, 2)
+    rig.evict(1, tiers=("cpu",))
+    rig.store(3)
+    assert rig.lookup(3).states == (KeyState.HIT,)
+    found = rig.lookup(1, 2, 3, promote=True, lease=5.0)
+    assert found.states == (KeyState.COLD, KeyState.HIT, KeyState.HIT)
+    assert rig.lookup(2, 3).states == (KeyState.HIT, KeyState.HIT)
+    assert rig.load(1).keys == (key(1),)
+
+
 def test_refused_prefetches_leave_nothing_behind(rigged):
     """L56"""
     rig = rigged(1, [fs_spec()])

@@ -25,7 +25,7 @@ from kvtierd.core.model import (
     Medium,
     TierEvent,
 )
-from kvtierd.core.stimuli import Finished, Outcome, Status
+from kvtierd.core.stimuli import Finished, FoundBlock, Outcome, Probed, Status
 from kvtierd.core.tier import TierSpec
 
 ReplyT = TypeVar("ReplyT", bound=effects.Reply)
@@ -86,6 +86,7 @@ class LadderRig:
         self.memory: dict[int, object] = {}
         """What lies in each slot: the id of the block whose bytes were copied there last."""
         self.judge: Callable[[str, str, BlockId], Status] = lambda op, tier, block_id: Status.OK
+        self.op_seconds = 0.0
         self._request = 0
         self._session = 0
         if scanned:
@@ -117,6 +118,9 @@ class LadderRig:
 
     def run(self, effect: effects.Effect) -> None:
         """Carry one work effect out against the dictionaries; ``judge`` decides each block's status."""
+        if isinstance(effect, effects.Probe):
+            self._probe(effect)
+            return
         assert isinstance(effect, effects.Write | effects.Read | effects.Delete)
         name = type(effect).__name__.lower()
         store = self.storage[effect.tier]
@@ -129,7 +133,14 @@ class LadderRig:
                 outcomes.append(Outcome(block_id, status))
         else:
             outcomes = [self._move(name, effect.tier, store, at) for at in effect.blocks]
-        self.feed(Finished(effect.op, outcomes))
+        self.feed(Finished(effect.op, outcomes, self.op_seconds))
+
+    def _probe(self, effect: effects.Probe) -> None:
+        store = self.storage[effect.tier]
+        statuses = {self.judge("probe", effect.tier, block_id) for block_id in effect.ids}
+        found = [FoundBlock(store[block_id], UNIT) for block_id in effect.ids if block_id in store]
+        failed = statuses != {Status.OK}
+        self.feed(Probed(effect.op, () if failed else found, failed=failed))
 
     def _move(self, name: str, tier: str, store: dict[BlockId, Block], at: effects.BlockAt) -> Outcome:
         block = at.block

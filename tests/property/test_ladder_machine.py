@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtierd.core.effects import Loaded, Prepared
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.invariants import validate
+from kvtierd.core.model import Block, BlockId
 from kvtierd.core.stimuli import (
     Abort,
     Acknowledge,
@@ -22,11 +23,12 @@ from kvtierd.core.stimuli import (
     ProcessDied,
     Release,
     SessionClosed,
+    Stalled,
     Status,
     Touch,
 )
 from kvtierd.testing.consumer import ReferenceConsumer, residencies
-from kvtierd.testing.rig import LadderRig, fs_spec, key, meta
+from kvtierd.testing.rig import LAYOUT, LadderRig, fs_spec, key, meta
 from kvtierd.wire.kvevents import encode_batch
 from kvtierd.wire.projection import Projection
 from kvtierd.wire.stream import StreamLog
@@ -77,11 +79,19 @@ class LadderMachine(RuleBasedStateMachine):
         """Jobs that were revoked while their process may still be copying."""
 
     @initialize(
-        slots=st.integers(2, 12), disk=st.integers(1, 12), lake=st.one_of(st.none(), st.integers(3, 20))
+        slots=st.integers(2, 12),
+        disk=st.integers(1, 12),
+        lake=st.none() | st.integers(3, 20),
+        ttl=st.none() | st.just(50.0),
+        on_evict=st.booleans(),
+        shared=st.booleans(),
     )
-    def start(self, slots, disk, lake):
+    def start(self, slots, disk, lake, ttl, on_evict, shared):
         self.slots = slots
-        self.specs = [fs_spec("disk", disk, budget=3 * UNIT), fs_spec("lake", lake)]
+        self.specs = [
+            fs_spec("disk", disk, budget=3 * UNIT, ttl=ttl, on_evict=on_evict),
+            fs_spec("lake", lake, shared=shared),
+        ]
         self.rig = LadderRig(slots, self.specs)
         self.wire = Wire()
         self.published = 0
@@ -158,6 +168,26 @@ class LadderMachine(RuleBasedStateMachine):
     @rule()
     def hold(self):
         self.rig.hold = True
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 5.0]))
+    def pace(self, seconds):
+        self.rig.op_seconds = seconds
+
+    @precondition(lambda self: self.rig.held)
+    @rule(data=st.data())
+    def stall(self, data):
+        self.rig.feed(Stalled(data.draw(st.sampled_from(self.rig.held)).op))
+
+    @rule(chain=chains, length=lengths)
+    def others_write(self, chain, length):
+        """Another daemon stores blocks in the shared tier, and this one is asked for them."""
+        if not self.specs[1].shared or self.rig.hold:
+            return
+        for depth, number in enumerate(chain[:length]):
+            block_id = BlockId(LAYOUT.namespace(), key(number))
+            block = Block(block_id, UNIT, meta(number, chain[depth - 1] if depth else None))
+            self.rig.storage["lake"].setdefault(block_id, block)
+        self.rig.lookup(*chain[:length], promote=True)
 
     @rule(reverse=st.booleans())
     def let_go(self, reverse):

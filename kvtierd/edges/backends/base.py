@@ -76,3 +76,54 @@ class Reserving(Protocol):
 
     def reserve(self, max_bytes: int) -> int:
         """Return how many of ``max_bytes`` must stay free of blocks for that; it never takes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNamespace:
+    """One namespace in a tier's storage. ``model`` is empty where nothing describes it.
+
+    ``bytes`` is what its blocks occupy; ``used_at``: the latest use of one, in seconds since the epoch, 0.0
+    where unknown.
+    """
+
+    namespace: str
+    model: str
+    blocks: int
+    bytes: int
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something in a tier's storage that is no block: where it is, for people, and what it occupies."""
+
+    place: str
+    bytes: int
+
+
+@runtime_checkable
+class Maintained(Protocol):
+    """What a backend adds whose storage ``kvtierd gc`` and ``kvtierd verify`` can look after.
+
+    Called on an opened backend, from one thread, while no daemon of ours uses it. Every verb may raise
+    TierError when the storage does not answer. What cannot be removed is left out of the answer and stays.
+    """
+
+    def namespaces(self) -> list[StoredNamespace]:
+        """Return what there is of each namespace, changing nothing."""
+
+    def remove_namespace(self, namespace: str) -> None:
+        """Remove a namespace's blocks and its record."""
+
+    def stale_temporaries(self, *, remove: bool = False) -> list[Leftover]:
+        """Return, or remove and return, the temporaries of writers that are provably dead."""
+
+    def quarantined(self, *, remove: bool = False) -> list[Leftover]:
+        """Return, or remove and return, the corrupt blocks that were kept aside."""
+
+    def verify(self) -> Iterator[list[Outcome]]:
+        """Prove every stored block, payload included, changing nothing; yield batches of outcomes.
+
+        ``OK`` with its ``stored_bytes``, ``CORRUPT`` or ``FAILED`` (unreadable) with a reason. Blocks that
+        leave meanwhile are left out.
+        """

@@ -125,6 +125,16 @@ class InventoryEntry(msgspec.Struct, frozen=True, array_like=True):
     dp_rank: int
 
 
+class SurveyEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One residency of any namespace; ``bytes`` is what it occupies in the tier."""
+
+    tier: str
+    namespace: str
+    key: BlockKey
+    bytes: int
+    dp_rank: int
+
+
 class InventoryPage(Reply, frozen=True, kw_only=True, tag="inventory_page"):
     """``cursor`` is 0 after the last page."""
 

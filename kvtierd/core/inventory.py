@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtierd.core.effects import InventoryEntry, InventoryPage
-from kvtierd.core.residency import ResidentSet, State
+from kvtierd.core.effects import InventoryEntry, InventoryPage, SurveyEntry
+from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.sessions import Session
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Inventory
@@ -64,6 +64,27 @@ class Pages:
                         block.dp_rank,
                     )
 
+    def survey(self, only: str | None = None) -> Iterator[SurveyEntry]:
+        """Iterate over the residencies of all namespaces, or of one tier; turns may happen in between.
+
+        What a tier holds is noted when its first entry is asked for; what left since then is left out.
+        """
+        primary = self._stack.primary
+        if only in (None, primary.name):
+            for space in list(primary.spaces.values()):
+                yield from _residencies(primary.name, space.blocks, space.geometry.slot_bytes)
+        for tier in self._stack.secondaries:
+            if only in (None, tier.name):
+                yield from _residencies(tier.name, tier.blocks)
+
     def forget(self, session: int) -> None:
         """Drop a session's snapshot."""
         self._snapshots.pop(session, None)
+
+
+def _residencies(tier: str, blocks: ResidentSet, slot_bytes: int = 0) -> Iterator[SurveyEntry]:
+    nodes: list[Node] = list(blocks)
+    for node in nodes:
+        if node.state is State.RESIDENT and not node.gone:
+            namespace, key = node.block.id
+            yield SurveyEntry(tier, namespace, key, slot_bytes or node.size, node.block.dp_rank)

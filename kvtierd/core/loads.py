@@ -112,11 +112,12 @@ class Loads:
         count = 0
         for index, block_id in enumerate(ids):
             if states[index] is COLD:
-                tier = self.promotion.source(space, block_id, None)
-                if tier is None or self.promotion.start(space, block_id, tier) is None:
-                    break
+                if space.blocks.get(block_id) is None:  # a request may name a key twice
+                    tier = self.promotion.source(space, block_id, None)
+                    if tier is None or self.promotion.start(space, block_id, tier) is None:
+                        break
+                    count += 1
                 states[index] = PENDING
-                count += 1
         for node in held:
             space.unpin(node)
         self.promotion.flush()

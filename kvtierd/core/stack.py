@@ -94,7 +94,8 @@ class Stack:
     def evict(self, ids: Iterable[BlockId], tiers: Sequence[str]) -> int:
         """Remove blocks from tiers, last one first; return how many residencies ended."""
         count = 0
-        for block_id in reversed(list(ids)):
+        ids = list(dict.fromkeys(ids))
+        for block_id in reversed(ids):
             if self.primary.name in tiers and (node := self.primary.resident(block_id)) is not None:
                 self.primary.forget(node)
                 count += 1

@@ -100,7 +100,7 @@ class LadderMachine(RuleBasedStateMachine):
 
     @rule(chain=chains, length=lengths, rich=st.booleans())
     def prepare(self, chain, length, rich):
-        numbers = chain[:length]
+        numbers = chain[:length] + chain[:1]
         metas = [meta(n, numbers[i - 1] if i else None) for i, n in enumerate(numbers)] if rich else ()
         job = self.rig.prepare([key(n) for n in numbers], metas)
         if job.keys:
@@ -117,15 +117,22 @@ class LadderMachine(RuleBasedStateMachine):
     def abort(self):
         self.rig.ask(Abort, job=self.jobs.pop().job)
 
-    @rule(chain=chains, length=lengths, lease=st.sampled_from([None, 0.5, 30.0]), promote=st.booleans())
-    def lookup(self, chain, length, lease, promote):
-        answer = self.rig.lookup(*chain[:length], lease=lease, promote=promote)
+    @rule(
+        chain=chains,
+        length=lengths,
+        again=chains | st.just([]),
+        lease=st.sampled_from([None, 0.5, 30.0]),
+        promote=st.booleans(),
+    )
+    def lookup(self, chain, length, again, lease, promote):
+        answer = self.rig.lookup(*chain[:length], *again, lease=lease, promote=promote)
         if answer.lease is not None:
             self.leases.append(answer.lease)
 
-    @rule(chain=chains, length=lengths, deadline=st.sampled_from([0.0, 1.0]))
-    def load(self, chain, length, deadline):
-        self.loads.append(self.rig.ask(Load, keys=tuple(map(key, chain[:length])), deadline=deadline))
+    @rule(chain=chains, length=lengths, again=chains | st.just([]), deadline=st.sampled_from([0.0, 1.0]))
+    def load(self, chain, length, again, deadline):
+        keys = tuple(map(key, [*chain[:length], *again]))
+        self.loads.append(self.rig.ask(Load, keys=keys, deadline=deadline))
         self.collect()
 
     def collect(self):
@@ -144,11 +151,11 @@ class LadderMachine(RuleBasedStateMachine):
 
     @rule(chain=chains, length=lengths)
     def touch(self, chain, length):
-        self.rig.ask(Touch, keys=tuple(map(key, chain[:length])))
+        self.rig.ask(Touch, keys=tuple(map(key, chain[:length] * 2)))
 
     @rule(chain=chains, length=lengths, tiers=st.sampled_from([None, ("cpu",), ("disk",), ("lake",)]))
     def evict(self, chain, length, tiers):
-        self.rig.evict(*chain[:length], tiers=tiers)
+        self.rig.evict(*chain[:length], *chain[:1], tiers=tiers)
 
     @rule(tiers=st.sampled_from([(), ("cpu",), ("disk",)]))
     def reset(self, tiers):

@@ -185,6 +185,22 @@ def test_a_promotion_never_costs_a_hit_of_the_same_lookup(rigged):
     assert rig.load(1).keys == (key(1),)
 
 
+def test_a_request_may_name_a_key_twice(rigged):
+    rig = rigged(8, [fs_spec()])
+    assert rig.store(1, 1, chain=False) == (key(1),)
+    rig.evict(1, tiers=("cpu",))
+    rig.hold = True
+    assert rig.lookup(1, 1, promote=True).states == (KeyState.PENDING, KeyState.PENDING)
+    rig.hold = False
+    rig.run_held()
+    leased = rig.lookup(1, 1, lease=5.0)
+    got = rig.load(1, 1)
+    assert got.keys == (key(1), key(1))
+    rig.release(leased.lease)
+    rig.release(got.lease)
+    assert rig.evict(1, 1) == 2
+
+
 def test_refused_prefetches_leave_nothing_behind(rigged):
     """L56"""
     rig = rigged(1, [fs_spec()])

@@ -101,7 +101,11 @@ class LadderMachine(RuleBasedStateMachine):
     @rule(chain=chains, length=lengths, rich=st.booleans())
     def prepare(self, chain, length, rich):
         numbers = chain[:length] + chain[:1]
-        metas = [meta(n, numbers[i - 1] if i else None) for i, n in enumerate(numbers)] if rich else ()
+        metas = (
+            [meta(n, numbers[i - 1] if n > numbers[0] else None) for i, n in enumerate(numbers)]
+            if rich
+            else ()
+        )
         job = self.rig.prepare([key(n) for n in numbers], metas)
         if job.keys:
             self.jobs.append(job)

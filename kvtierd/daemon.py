@@ -18,16 +18,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtierd import __version__
-from kvtierd.config.schema import FsTier, ObjectTier, TierFile
+from kvtierd.config.schema import CpuTier, TierFile
 from kvtierd.core import effects, stimuli
 from kvtierd.core.invariants import validate
+from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Medium
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.backends.base import Backend
-from kvtierd.edges.backends.factory import make_backend
+from kvtierd.edges.backends.factory import make_backend, make_spec
 from kvtierd.edges.engine import EngineServer
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.movers import Mover
@@ -135,6 +136,7 @@ class Daemon:
             self.tier_file.runtime_dir / name,
             turn=self.turn,
             status=self.status,
+            survey=self._begin_survey if pool is None else None,
             liveness=liveness,
             pool_fd=pool.fd if pool is not None else None,
             max_frame_bytes=self.tier_file.engine.max_frame_bytes,
@@ -144,7 +146,7 @@ class Daemon:
 
     async def _open_tiers(self) -> None:
         for tier in self.tier_file.tiers[1:]:
-            assert isinstance(tier, FsTier | ObjectTier)
+            assert not isinstance(tier, CpuTier)
             backend = make_backend(tier)
             await self._loop.run_in_executor(None, backend.open)
             self._backends[tier.name] = backend
@@ -154,18 +156,8 @@ class Daemon:
         primary, *secondaries = config.tiers
         specs = []
         for tier in secondaries:
-            assert isinstance(tier, FsTier | ObjectTier)
-            specs.append(
-                TierSpec(
-                    name=tier.name,
-                    medium=Medium.STORAGE,
-                    locality=tier.locality,
-                    events=tier.events,
-                    capacity=tier.max_bytes if isinstance(tier.max_bytes, int) else None,
-                    budget=tier.inflight_bytes,
-                    estimate=self._backends[tier.name].estimate,
-                )
-            )
+            assert not isinstance(tier, CpuTier)
+            specs.append(make_spec(tier, self._backends[tier.name], pool.bytes))
         return Ladder(
             pool_id=pool.pool_id,
             pool_bytes=pool.bytes,
@@ -191,7 +183,7 @@ class Daemon:
 
     def _make_movers(self, pool: Pool) -> None:
         for tier in self.tier_file.tiers[1:]:
-            assert isinstance(tier, FsTier | ObjectTier)
+            assert not isinstance(tier, CpuTier)
             self._movers[tier.name] = Mover(
                 tier.name,
                 self._backends[tier.name],
@@ -328,6 +320,14 @@ class Daemon:
             self._pool.close()
 
     # -- what people see ----------------------------------------------------------------------------
+
+    def _begin_survey(self, tier: str | None) -> Survey | str:
+        if self._ladder is None:
+            return "the tiers are not open yet"
+        stack = self._ladder.stack
+        if tier is not None and tier not in stack.names:
+            return f"no tier is named {tier!r}; the tiers are {', '.join(stack.names)}"
+        return Survey(stack, tier)
 
     def health(self) -> dict[str, Any]:
         """Return what probes need: the state and the age in seconds of the last turn."""

@@ -16,7 +16,7 @@ from kvtierd.client._mapping import Region
 from kvtierd.core import effects, stimuli
 from kvtierd.core.effects import InventoryEntry, Skipped
 from kvtierd.core.model import BlockKey, BlockMeta, KeyState, Layout, Scope, SkipReason
-from kvtierd.wire.messages import StatusReport, StatusRequest
+from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
 
 T = TypeVar("T")
 J = TypeVar("J", bound="JobData")
@@ -29,6 +29,11 @@ KeyLike: TypeAlias = BlockKey | tuple[bytes, int]
 _PAGE = 4096
 
 STATUS = Verb(StatusRequest, StatusReport)
+
+
+def survey(tier: str | None, cursor: int) -> Verb[SurveyPage]:
+    """Return the request for one page of a survey."""
+    return Verb(partial(SurveyRequest, tier=tier, cursor=cursor), SurveyPage)
 
 
 class SessionView(Protocol):

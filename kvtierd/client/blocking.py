@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -24,6 +24,7 @@ from kvtierd.core.effects import InventoryEntry
 from kvtierd.core.model import BlockKey, BlockMeta, Layout, Scope
 from kvtierd.core.stimuli import Request, Role
 from kvtierd.errors import Unavailable
+from kvtierd.wire.messages import SurveyPage
 
 T = TypeVar("T")
 
@@ -241,6 +242,29 @@ class Client:
             elif line.link.refused is not None:
                 raise line.link.refused
             raise Unavailable(f"no daemon answers at {self.path}")
+        finally:
+            line.close()
+
+    def survey(self, tier: str | None = None) -> Iterator[SurveyPage]:
+        """Yield all residencies of all namespaces, or of one tier, page by page; on the control socket only.
+
+        Raises:
+            Unavailable: no daemon answers within the deadline, for each page.
+            RequestRefused: there is no such tier, or this is not the control socket.
+        """
+        line = self._line(None)
+        try:
+            if not line.connect(self.deadline):
+                raise line.link.refused or Unavailable(f"no daemon answers at {self.path}")
+            cursor = 0
+            while True:
+                page = line.ask(_verbs.survey(tier, cursor))
+                if isinstance(page, Miss):
+                    raise Unavailable(f"the daemon at {self.path} stopped answering ({page.reason})")
+                yield page
+                cursor = page.cursor
+                if cursor == 0:
+                    return
         finally:
             line.close()
 

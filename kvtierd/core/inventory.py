@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from kvtierd.core.effects import InventoryEntry, InventoryPage, SurveyEntry
@@ -9,6 +10,38 @@ from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.sessions import Session
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Inventory
+
+
+class Survey:
+    """All residencies of all namespaces, or of one tier, page by page; turns may happen in between.
+
+    What a tier holds is noted when its first entry is asked for; what left since then is left out.
+    """
+
+    def __init__(self, stack: Stack, only: str | None = None) -> None:
+        self._stack = stack
+        self._entries = self._walk(only)
+        self.position = 0
+
+    def page(self, limit: int) -> tuple[SurveyEntry, ...]:
+        """Return the next entries, fewer than ``limit`` only at the end."""
+        entries = tuple(itertools.islice(self._entries, limit))
+        self.position += len(entries)
+        return entries
+
+    def models(self, entries: tuple[SurveyEntry, ...]) -> dict[str, str]:
+        """Return the models of the entries' namespaces, as far as engines told them."""
+        spaces = self._stack.primary.spaces
+        return {name: spaces[name].layout.model for name in {e.namespace for e in entries} if name in spaces}
+
+    def _walk(self, only: str | None) -> Iterator[SurveyEntry]:
+        primary = self._stack.primary
+        if only in (None, primary.name):
+            for space in list(primary.spaces.values()):
+                yield from _residencies(primary.name, space.blocks, space.geometry.slot_bytes)
+        for tier in self._stack.secondaries:
+            if only in (None, tier.name):
+                yield from _residencies(tier.name, tier.blocks)
 
 
 class Pages:
@@ -63,19 +96,6 @@ class Pages:
                         block.hashes,
                         block.dp_rank,
                     )
-
-    def survey(self, only: str | None = None) -> Iterator[SurveyEntry]:
-        """Iterate over the residencies of all namespaces, or of one tier; turns may happen in between.
-
-        What a tier holds is noted when its first entry is asked for; what left since then is left out.
-        """
-        primary = self._stack.primary
-        if only in (None, primary.name):
-            for space in list(primary.spaces.values()):
-                yield from _residencies(primary.name, space.blocks, space.geometry.slot_bytes)
-        for tier in self._stack.secondaries:
-            if only in (None, tier.name):
-                yield from _residencies(tier.name, tier.blocks)
 
     def forget(self, session: int) -> None:
         """Drop a session's snapshot."""

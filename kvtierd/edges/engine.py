@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvtierd.core.effects import Attached, ErrorCode, Refused, Reply
+from kvtierd.core.inventory import Survey
 from kvtierd.core.stimuli import Asked, Attach, SessionClosed
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.unix_socket import listen
 from kvtierd.errors import RemoteProtocolError
-from kvtierd.wire.messages import StatusReport, StatusRequest
+from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
 from kvtierd.wire.session import ServerConnection
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class EngineServer:
     """All connections of one Unix socket.
 
     ``turn`` runs requests through the daemon; ``status`` makes the body of a status report. ``pool_fd`` is
-    ``None`` on the control socket, where nobody can attach.
+    ``None`` on the control socket, where nobody can attach. ``survey`` begins a survey of the tier named, or
+    says why not; only the control socket has it, since it shows every tenant's blocks.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class EngineServer:
         *,
         turn: Turn,
         status: Callable[[], dict[str, Any]],
+        survey: Callable[[str | None], Survey | str] | None = None,
         liveness: Liveness | None = None,
         pool_fd: int | None = None,
         max_frame_bytes: int,
@@ -50,6 +53,7 @@ class EngineServer:
         self.path = path
         self.turn = turn
         self.status = status
+        self.survey = survey
         self.liveness = liveness
         self.pool_fd = pool_fd
         self.max_frame_bytes = max_frame_bytes
@@ -99,6 +103,7 @@ class EngineConnection(asyncio.Protocol):
         self._attaching: dict[int, bytes] = {}
         self._attached = False
         self._outstanding = 0
+        self._survey: Survey | None = None
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------
 
@@ -127,6 +132,8 @@ class EngineConnection(asyncio.Protocol):
         for request in requests:
             if isinstance(request, StatusRequest):
                 self._send([StatusReport(id=request.id, body=self._server.status())])
+            elif isinstance(request, SurveyRequest):
+                self._send([self._next_page(request)])
             elif (refusal := self._refusal(request)) is not None:
                 self._send([refusal])
             else:
@@ -171,6 +178,25 @@ class EngineConnection(asyncio.Protocol):
                 id=request.id, code=ErrorCode.BUSY, message=f"{MAX_OUTSTANDING} requests are unanswered"
             )
         return None
+
+    def _next_page(self, request: SurveyRequest) -> SurveyPage | Refused:
+        if self._server.survey is None:
+            where = self._server.path.with_name("control.sock")
+            return Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=f"surveys are made at {where}")
+        if request.cursor == 0:
+            begun = self._server.survey(request.tier)
+            if isinstance(begun, str):
+                return Refused(id=request.id, code=ErrorCode.UNKNOWN_TIER, message=begun)
+            self._survey = begun
+        survey = self._survey
+        if survey is None or request.cursor != survey.position:
+            message = "no survey stands at this cursor: begin with cursor 0"
+            return Refused(id=request.id, code=ErrorCode.BAD_REQUEST, message=message)
+        entries = survey.page(request.limit)
+        if len(entries) < request.limit:
+            self._survey = None
+        cursor = survey.position if self._survey is not None else 0
+        return SurveyPage(id=request.id, entries=entries, cursor=cursor, models=survey.models(entries))
 
     def deliver(self, replies: Sequence[Reply]) -> None:
         """Send the ladder's replies and notices."""

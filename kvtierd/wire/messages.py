@@ -7,12 +7,14 @@ evolution: new fields get defaults, types never change, tags are never reused, u
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvtierd.core import effects, stimuli
-from kvtierd.core.effects import Reply
+from kvtierd.core.effects import Reply, SurveyEntry
+from kvtierd.core.model import Index
 from kvtierd.core.stimuli import Request
 
 PROTOCOL_MIN = 1
@@ -34,6 +36,17 @@ class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
     """Ask for the daemon's status; needs no attach."""
 
 
+class SurveyRequest(Request, frozen=True, kw_only=True, tag="survey"):
+    """One page of what is resident in all namespaces; on the control socket only, needs no attach.
+
+    ``cursor`` 0 begins; otherwise it is the last page's.
+    """
+
+    tier: str | None = None
+    cursor: Index = 0
+    limit: Annotated[int, Meta(ge=1, le=65536)] = 1024
+
+
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     """The version and features in force on this connection."""
 
@@ -48,8 +61,16 @@ class StatusReport(Reply, frozen=True, kw_only=True, tag="status_report"):
     body: dict[str, Any]
 
 
-ClientMessage = Hello | StatusRequest | stimuli.LadderRequest
-ServerMessage = Welcome | StatusReport | effects.LadderReply
+class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
+    """``cursor`` is 0 after the last page. ``models``: what is known of the page's namespaces."""
+
+    entries: tuple[SurveyEntry, ...]
+    cursor: int
+    models: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+ClientMessage = Hello | StatusRequest | SurveyRequest | stimuli.LadderRequest
+ServerMessage = Welcome | StatusReport | SurveyPage | effects.LadderReply
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)

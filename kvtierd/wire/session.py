@@ -25,6 +25,7 @@ from kvtierd.wire.messages import (
     ClientMessage,
     Hello,
     StatusRequest,
+    SurveyRequest,
     Welcome,
     decode_client,
     encode,
@@ -53,6 +54,7 @@ class Kind(enum.Enum):
 
     HELLO = "hello"
     STATUS = "status"
+    SURVEY = "survey"
     ATTACH = "attach"
     GOODBYE = "goodbye"
     VERB = "verb"
@@ -71,6 +73,7 @@ RULES: Final[dict[State, dict[Kind, State | ErrorCode]]] = {
     State.NEW: {
         Kind.HELLO: State.GREETED,
         Kind.STATUS: ErrorCode.NOT_ATTACHED,
+        Kind.SURVEY: ErrorCode.NOT_ATTACHED,
         Kind.ATTACH: ErrorCode.NOT_ATTACHED,
         Kind.GOODBYE: ErrorCode.NOT_ATTACHED,
         Kind.VERB: ErrorCode.NOT_ATTACHED,
@@ -78,6 +81,7 @@ RULES: Final[dict[State, dict[Kind, State | ErrorCode]]] = {
     State.GREETED: {
         Kind.HELLO: ErrorCode.NOT_ALLOWED,
         Kind.STATUS: State.GREETED,
+        Kind.SURVEY: State.GREETED,
         Kind.ATTACH: State.ATTACHING,
         Kind.GOODBYE: State.CLOSED,
         Kind.VERB: ErrorCode.NOT_ATTACHED,
@@ -85,6 +89,7 @@ RULES: Final[dict[State, dict[Kind, State | ErrorCode]]] = {
     State.ATTACHING: {
         Kind.HELLO: ErrorCode.NOT_ALLOWED,
         Kind.STATUS: State.ATTACHING,
+        Kind.SURVEY: State.ATTACHING,
         Kind.ATTACH: ErrorCode.NOT_ALLOWED,
         Kind.GOODBYE: ErrorCode.NOT_ATTACHED,
         Kind.VERB: ErrorCode.NOT_ATTACHED,
@@ -92,6 +97,7 @@ RULES: Final[dict[State, dict[Kind, State | ErrorCode]]] = {
     State.ATTACHED: {
         Kind.HELLO: ErrorCode.NOT_ALLOWED,
         Kind.STATUS: State.ATTACHED,
+        Kind.SURVEY: State.ATTACHED,
         Kind.ATTACH: ErrorCode.NOT_ALLOWED,
         Kind.GOODBYE: State.CLOSING,
         Kind.VERB: State.ATTACHED,
@@ -116,6 +122,7 @@ _WHY: Final[dict[State, str]] = {
 _KINDS: Final[dict[type, Kind]] = {
     Hello: Kind.HELLO,
     StatusRequest: Kind.STATUS,
+    SurveyRequest: Kind.SURVEY,
     Attach: Kind.ATTACH,
     Goodbye: Kind.GOODBYE,
 }
@@ -168,7 +175,9 @@ class ServerConnection:
         """True when nothing more is to be read; write the output that is left, then close."""
         return self.state is State.CLOSED
 
-    def receive(self, data: bytes | bytearray | memoryview) -> list[StatusRequest | LadderRequest]:
+    def receive(
+        self, data: bytes | bytearray | memoryview
+    ) -> list[StatusRequest | SurveyRequest | LadderRequest]:
         """Take bytes from the peer and return the requests that the daemon has to answer.
 
         Answers that the connection gives by itself (handshake, refusals) wait in :meth:`take_output`.
@@ -176,7 +185,7 @@ class ServerConnection:
         Raises:
             RemoteProtocolError: these are not messages of this protocol; the connection is closed now.
         """
-        requests: list[StatusRequest | LadderRequest] = []
+        requests: list[StatusRequest | SurveyRequest | LadderRequest] = []
         self._deframer.push(data)
         try:
             while not self.closed and (payload := self._deframer.pop()) is not None:

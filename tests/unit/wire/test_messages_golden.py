@@ -47,6 +47,7 @@ META = BlockMeta(
 CLIENT = [
     messages.Hello(id=1, versions=(1, 2), features=("f",), required=("r",), client="golden/1"),
     messages.StatusRequest(id=2),
+    messages.SurveyRequest(id=18, tier="disk", cursor=1024, limit=100),
     stimuli.Attach(id=3, layout=LAYOUT, engine_id="e0", process=b"p" * 16, dp_rank=1, role="worker", rank=1),
     stimuli.Lookup(id=4, keys=(K1, K2), promote=True, lease=0.5),
     stimuli.PrepareStore(
@@ -68,6 +69,12 @@ CLIENT = [
 SERVER = [
     messages.Welcome(id=1, version=1, features=("f",), daemon="kvtierd/0.1.0"),
     messages.StatusReport(id=2, body={"pool": {"bytes": 1 << 33, "pinned": False}, "tiers": ["cpu"]}),
+    messages.SurveyPage(
+        id=18,
+        entries=(effects.SurveyEntry("disk", "0123456789abcdef0123456789abcdef", K1, 135168, 0),),
+        cursor=1124,
+        models={"0123456789abcdef0123456789abcdef": "org/model"},
+    ),
     effects.Attached(
         id=3,
         session=1,
@@ -106,7 +113,7 @@ SERVER = [
     effects.Revoked(id=0, fence=2),
 ]
 # Shapes inside messages; the page names their fields as well.
-PARTS = [Layout, Group, BlockMeta, Scope, Skipped, InventoryEntry]
+PARTS = [Layout, Group, BlockMeta, Scope, Skipped, InventoryEntry, effects.SurveyEntry]
 
 
 def tag(message):

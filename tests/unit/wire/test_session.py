@@ -12,7 +12,15 @@ from kvtierd.core.model import Group, Layout
 from kvtierd.core.stimuli import Attach, Goodbye, Lookup, Touch
 from kvtierd.errors import LocalProtocolError, RemoteProtocolError
 from kvtierd.wire.framing import Deframer, frame
-from kvtierd.wire.messages import Hello, StatusReport, StatusRequest, Welcome, decode_server, encode
+from kvtierd.wire.messages import (
+    Hello,
+    StatusReport,
+    StatusRequest,
+    SurveyRequest,
+    Welcome,
+    decode_server,
+    encode,
+)
 from kvtierd.wire.session import ANSWERS, RULES, Kind, ServerConnection, State, Verdict
 
 LAYOUT = Layout(model="m", dtype="f", layout="l", groups=(Group(tokens_per_block=1, block_bytes=1),))
@@ -34,6 +42,7 @@ ATTACHED = Attached(
 REQUESTS = {
     Kind.HELLO: HELLO,
     Kind.STATUS: StatusRequest(id=3),
+    Kind.SURVEY: SurveyRequest(id=6),
     Kind.ATTACH: ATTACH,
     Kind.GOODBYE: Goodbye(id=4),
     Kind.VERB: Lookup(id=5, keys=()),

@@ -27,6 +27,8 @@ class Stores:
         self._custody = custody
         self._cascade = cascade
         self._ttl = job_ttl
+        self._wishes: dict[Node, set[tuple[str, ...] | None]] = {}
+        """Where else blocks shall go that a store found reserved by another one (pending is not never)."""
 
     def prepare(self, session: Session, request: PrepareStore) -> None:
         """Reserve what can be reserved; what cannot is named with the reason."""
@@ -86,10 +88,18 @@ class Stores:
         return None
 
     def _copy_down(self, session: Session, request: PrepareStore, skipped: Sequence[Skipped]) -> None:
-        """Let blocks that are in the pool already reach the secondaries that this store asks for."""
-        ids = [BlockId(session.namespace, skip.key) for skip in skipped if skip.reason is SkipReason.RESIDENT]
+        """Let blocks that are in the pool, now or soon, reach the secondaries that this store asks for."""
+        targets = self._targets(request)
+        ids = []
+        for skip in skipped:
+            block_id = BlockId(session.namespace, skip.key)
+            node = self._stack.primary.get(block_id)
+            if skip.reason is SkipReason.RESIDENT:
+                ids.append(block_id)
+            elif node is not None and node.state is State.RESERVED:
+                self._wishes.setdefault(node, set()).add(targets)
         if ids:
-            self._cascade.want(ids, self._targets(request))
+            self._cascade.want(ids, targets)
 
     def _targets(self, request: PrepareStore) -> tuple[str, ...] | None:
         patterns = request.scope.store_to if request.scope is not None else None
@@ -125,13 +135,17 @@ class Stores:
             return
         void = job.failed.union(request.failed)
         stored = []
+        wishes: list[tuple[BlockId, tuple[str, ...] | None]] = []
         for key, node in job.nodes.items():
             if key not in void and not node.gone:
                 self._stack.primary.publish(node)
                 stored.append(key)
+                wishes += [(node.block.id, targets) for targets in self._wishes.get(node, ())]
         self._end(job)
         self._stack.answer(session.number, Committed(id=request.id, stored=tuple(stored)))
         self._cascade.want((BlockId(session.namespace, key) for key in stored), job.store_to)
+        for block_id, targets in wishes:
+            self._cascade.want([block_id], targets)
 
     def abort(self, session: Session, request: Abort) -> None:
         """End a job without storing; the slots are free, on the scheduler's word."""
@@ -156,6 +170,7 @@ class Stores:
         """Close a job whose copies are known to be over; what is not visible by now never was."""
         del self._sessions.jobs[job.number]
         for node in job.nodes.values():
+            self._wishes.pop(node, None)
             if not node.gone and node.state is State.RESERVED:
                 self._stack.primary.forget(node)
             self._stack.primary.unpin(node)
@@ -165,6 +180,7 @@ class Stores:
         del self._sessions.jobs[job.number]
         self._stack.primary.counters["jobs_revoked"] += 1
         for node in job.nodes.values():
+            self._wishes.pop(node, None)
             if not node.gone:
                 self._stack.primary.forget(node)
         self._custody.quarantine(job.number, job.session, job.engine, list(job.nodes.values()))

@@ -1,7 +1,7 @@
 """Stores: reservation, commit, eviction at allocation, leaf first."""
 
 from kvtierd.core.effects import Committed, Done, Refused
-from kvtierd.core.model import KeyState, SkipReason
+from kvtierd.core.model import KeyState, Scope, SkipReason
 from kvtierd.core.stimuli import (
     Abort,
     Commit,
@@ -127,6 +127,18 @@ def test_a_commit_that_names_another_pool_or_generation_stores_nothing(rigged):
         assert rig.lookup(1).states == (KeyState.MISS,)
         job = rig.prepare([key(1)])
         assert job.keys == (key(1),), "the slot of the refused job is free again"
+
+
+def test_a_store_that_finds_its_block_under_way_still_gets_it_to_its_tiers(rigged):
+    """L45: pending is not never; a job that stores nothing takes the wish with it."""
+    rig = rigged(4, [fs_spec()])
+    first = rig.prepare([key(1), key(2)], scope=Scope(store_to=()))
+    assert [skip.reason for skip in rig.prepare([key(1), key(2)]).skipped] == [SkipReason.PENDING] * 2
+    rig.commit(first, failed=[key(2)])
+    assert [block_id.key for block_id in rig.storage["disk"]] == [key(1)]
+    again = rig.prepare([key(2)], scope=Scope(store_to=()))
+    rig.commit(again)
+    assert [block_id.key for block_id in rig.storage["disk"]] == [key(1)]
 
 
 def test_an_aborted_job_gives_its_slots_back_at_once(rigged):

@@ -22,6 +22,9 @@ COMMANDS = {
     "check": ("kvtierd.cli.check", "check a tier file and show the values in force"),
     "schema": ("kvtierd.cli.schema", "print the JSON Schema of the tier file"),
     "status": ("kvtierd.cli.status", "ask a running daemon how it is"),
+    "inventory": ("kvtierd.cli.inventory", "list what a running daemon holds"),
+    "gc": ("kvtierd.cli.gc", "find and remove what no daemon needs in a tier's storage"),
+    "verify": ("kvtierd.cli.verify", "prove every block in a tier's storage"),
     "events": ("kvtierd.cli.events", "watch the event stream"),
     "demo": ("kvtierd.cli.demo", "run a small daemon, a workload and a router's view of it"),
     "bench": ("kvtierd.cli.bench", "measure the daemon on this machine"),
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = _Parser(prog="kvtierd", description="KV-cache tier daemon for LLM inference engines.")
-    parser.add_argument("--version", action="version", version=f"kvtierd {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"kvtierd {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     run: Callable[[argparse.Namespace], int] | None = None
     for name, (module_name, help_text) in COMMANDS.items():

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvtierd.cli.common import add_socket, control_socket, table, text
 from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ExitCode, Unavailable
 
-DEFAULT_RUNTIME_DIR = "/run/kvtierd"
 _ONLY_IN_JSON = ("counters", "movers", "extent_bytes", "deleting_bytes")
 _FULL_BY = (("bytes", "max_bytes"), ("used_bytes", "max_bytes"), ("bytes", "capacity_bytes"))
 
@@ -29,14 +27,9 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Print the status of a running daemon; --json has every figure."
         " Exit code 0: it answered, 69: none does.",
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--socket", metavar="PATH", help=f"default: {DEFAULT_RUNTIME_DIR}/control.sock")
-    where.add_argument("--config", metavar="F", help="find the socket through this tier file")
+    add_socket(parser)
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing, only set the exit code")
-    parser.add_argument(
-        "--deadline", type=_seconds, default=2.0, metavar="S", help="seconds to wait (default 2)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from kvtierd.client import Client
 
     try:
-        client = Client(str(_socket(args)), deadline=args.deadline)
+        client = Client(str(control_socket(args)), deadline=args.deadline)
         try:
             report = client.status()
         finally:
@@ -64,17 +57,17 @@ def render(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a report for people: plain values, then sections and tables."""
     plain = {key: value for key, value in report.items() if not isinstance(value, (Mapping, list, tuple))}
     if plain:
-        yield "  ".join(f"{_text(key)} {_value(key, value)}" for key, value in plain.items())
+        yield "  ".join(f"{text(key)} {_value(key, value)}" for key, value in plain.items())
     for key in [key for key in report if key not in plain and key not in _ONLY_IN_JSON]:
         rows = _rows(report[key])
         if rows is None:
-            yield f"{_text(key)}:"
+            yield f"{text(key)}:"
             yield from (f"  {name}: {value}" for name, value in _facts(report[key]))
         elif rows:
-            yield f"{_text(key)}:"
-            yield from (f"  {line}" for line in _table(rows))
+            yield f"{text(key)}:"
+            yield from (f"  {line}" for line in table(rows))
         else:
-            yield f"{_text(key)}: none"
+            yield f"{text(key)}: none"
 
 
 def _rows(section: Any) -> list[dict[str, str]] | None:
@@ -88,7 +81,7 @@ def _rows(section: Any) -> list[dict[str, str]] | None:
         entries: list[Any] = [{"name": key, **child} for key, child in section.items()]
     else:
         entries = list(section)
-    return [_row(entry) if isinstance(entry, Mapping) else {"": _text(entry)} for entry in entries]
+    return [_row(entry) if isinstance(entry, Mapping) else {"": text(entry)} for entry in entries]
 
 
 def _row(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -106,24 +99,16 @@ def _facts(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for key, value in section.items():
         if key in _ONLY_IN_JSON:
             continue
-        name = f"{prefix}{_text(key)}"
+        name = f"{prefix}{text(key)}"
         if isinstance(value, Mapping) and "state" in value and set(value) <= {"state", "reason"}:
             reason = value.get("reason")
-            yield name, _text(value["state"]) + (f" ({_text(reason)})" if reason else "")
+            yield name, text(value["state"]) + (f" ({text(reason)})" if reason else "")
         elif isinstance(value, Mapping):
             yield from _facts(value, f"{name}.")
         elif isinstance(value, (list, tuple)):
-            yield name, ", ".join(_text(item) for item in value) or "none"
+            yield name, ", ".join(text(item) for item in value) or "none"
         else:
             yield name, _value(key, value)
-
-
-def _table(rows: list[dict[str, str]]) -> Iterable[str]:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    widths = {column: max(len(column), *(len(row.get(column, "-")) for row in rows)) for column in columns}
-    yield "  ".join(column.ljust(widths[column]) for column in columns).rstrip()
-    for row in rows:
-        yield "  ".join(row.get(column, "-").ljust(widths[column]) for column in columns).rstrip()
 
 
 def _value(key: object, value: Any) -> str:
@@ -133,27 +118,4 @@ def _value(key: object, value: Any) -> str:
         from kvtierd.config.units import human_size
 
         return human_size(value)
-    return f"{value:.3f}" if isinstance(value, float) else _text(value)
-
-
-def _text(value: object) -> str:
-    """Return ``str(value)`` with what a terminal could take for a command made visible."""
-    text = str(value)
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 3600:
-        raise ValueError(text)
-    return value
-
-
-def _socket(args: argparse.Namespace) -> Path:
-    if args.socket:
-        return Path(args.socket)
-    if args.config:
-        from kvtierd.config.load import load_tier_file
-
-        return load_tier_file(args.config, os.environ).tier_file.runtime_dir / "control.sock"
-    return Path(os.environ.get("KVTIERD__RUNTIME_DIR", DEFAULT_RUNTIME_DIR)) / "control.sock"
+    return f"{value:.3f}" if isinstance(value, float) else text(value)

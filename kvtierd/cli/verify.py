@@ -1,0 +1,161 @@
+"""``kvtierd verify``: proves every block in tiers' storage against its checksums."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtierd.cli.common import table, text
+from kvtierd.cli.main import Subparsers
+from kvtierd.cli.progress import Progress
+from kvtierd.cli.storage import add_storage, opened, refuse_if_alive, tiers
+from kvtierd.errors import ExitCode
+
+if TYPE_CHECKING:
+    from kvtierd.core.stimuli import Outcome
+    from kvtierd.edges.backends.base import Backend
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's arguments."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="prove every block in a tier's storage",
+        description="Read every block in the storage of tiers that no daemon uses and prove its header and"
+        " payload. Exit code 0: all are good, 74: some are corrupt or cannot be read.",
+    )
+    add_storage(parser)
+    parser.add_argument("--remove", action="store_true", help="take corrupt blocks out (into the quarantine)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per tier and bad block")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and print; return 0 or 74."""
+    tier_file, chosen = tiers(args)
+    refuse_if_alive(tier_file, [tier.name for tier in chosen if not tier.shared])
+    reports = []
+    for tier in chosen:
+        report = Report(tier.name)
+        reports.append(report)
+        with opened(tier) as backend, Progress(f"verify {tier.name}", _total(backend)) as progress:
+            bad = _printer(tier.name, as_json=args.json)
+            check(backend, report, progress, bad, remove=args.remove)
+            report.seconds = round(progress.seconds, 3)
+    for line in json_lines(reports) if args.json else lines(reports):
+        print(line)
+    return ExitCode.IO if any(report.bad for report in reports) else ExitCode.OK
+
+
+@dataclass
+class Report:
+    """What a tier's blocks proved to be; ``bytes`` of the good ones."""
+
+    tier: str
+    good: int = 0
+    corrupt: int = 0
+    unreadable: int = 0
+    removed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> int:
+        """How many are not good."""
+        return self.corrupt + self.unreadable
+
+    def take(self, outcome: Outcome) -> bool:
+        """Count one block; say whether it is corrupt."""
+        from kvtierd.core.stimuli import Status
+
+        if outcome.status is Status.OK:
+            self.good += 1
+            self.bytes += outcome.stored_bytes
+            return False
+        corrupt = outcome.status is Status.CORRUPT
+        self.corrupt += corrupt
+        self.unreadable += not corrupt
+        reason = outcome.reason or outcome.status.value
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        return corrupt
+
+
+def check(
+    backend: Backend, report: Report, progress: Progress, bad: Callable[[Outcome], None], *, remove: bool
+) -> None:
+    """Check all of a tier's blocks; tell ``bad`` of those that are not good."""
+    from kvtierd.core.stimuli import Status
+
+    for outcomes in _verified(backend):
+        for outcome in outcomes:
+            corrupt = report.take(outcome)
+            progress.advance(1, outcome.stored_bytes)
+            if outcome.status is not Status.OK:
+                bad(outcome)
+            if corrupt and remove:
+                (removed,) = backend.delete([outcome.id], corrupt=True)
+                report.removed += removed.status is Status.OK
+
+
+def _verified(backend: Backend) -> Iterator[list[Outcome]]:
+    """Use the backend's own check; one without is scanned and read."""
+    from dataclasses import replace
+
+    from kvtierd.core.stimuli import Status
+    from kvtierd.edges.backends.base import Maintained, Transfer
+
+    if isinstance(backend, Maintained):
+        yield from backend.verify()
+        return
+    for batch in backend.scan():
+        for found in batch:
+            memory = memoryview(bytearray(found.block.payload_bytes))
+            (outcome,) = backend.read([Transfer(found.block, memory)])
+            if outcome.status is not Status.GONE:
+                yield [replace(outcome, stored_bytes=found.stored_bytes)]
+
+
+def _total(backend: Backend) -> int:
+    from kvtierd.edges.backends.base import Maintained
+
+    return sum(space.blocks for space in backend.namespaces()) if isinstance(backend, Maintained) else 0
+
+
+def _printer(tier: str, *, as_json: bool) -> Callable[[Outcome], None]:
+    def show(outcome: Outcome) -> None:
+        namespace, key = outcome.id
+        if as_json:
+            where = {"tier": tier, "namespace": namespace, "hash": key.hash.hex(), "group": key.group}
+            print(json.dumps({**where, "status": outcome.status.value, "reason": outcome.reason}))
+        else:
+            name = f"{namespace}/{key.hash.hex()}.{key.group}"
+            print(f"{tier}: {outcome.status.value} {name}: {text(outcome.reason)}")
+
+    return show
+
+
+def json_lines(reports: Sequence[Report]) -> Iterator[str]:
+    """Yield one JSON object per tier."""
+    for report in reports:
+        yield json.dumps(asdict(report))
+
+
+def lines(reports: Sequence[Report]) -> Iterator[str]:
+    """Yield a table for people and the verdict."""
+    from kvtierd.config.units import human_size
+
+    if not reports:
+        yield "there is no tier below the pool"
+        return
+    columns = ("good", "corrupt", "unreadable", "removed")
+    rows = []
+    for report in reports:
+        row = {"tier": report.tier} | {name: f"{getattr(report, name):,}" for name in columns}
+        rate = report.bytes / report.seconds if report.seconds else 0
+        rows.append(row | {"bytes": human_size(report.bytes), "per second": human_size(rate)})
+    yield from table(rows, right=(*columns, "bytes", "per second"))
+    bad = sum(report.bad for report in reports)
+    yield "every block is good" if not bad else f"{bad} blocks are not good"

@@ -16,6 +16,7 @@ from kvtierd.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from kvtierd.config.load import Loaded
 
+BUILT_IN = "built in"
 _PLAIN = re.compile(r"/?[A-Za-z][A-Za-z0-9_/.-]*|[0-9]+(B|[KMGTP]iB|ms|s|m|h)", re.ASCII)
 
 
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         loaded = load_tier_file(args.config, os.environ)
+        origins = dict(_origins(loaded))
     except ConfigError as error:
         if args.json:
             print(json.dumps({"ok": False, "errors": str(error).splitlines(), "warnings": []}, indent=2))
@@ -46,11 +48,14 @@ def run(args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"{loaded.path}: warning: {warning}", file=sys.stderr)
     if args.json:
-        print(json.dumps(_answer(loaded, effective=args.print_effective), indent=2))
+        print(json.dumps(_answer(loaded, origins, effective=args.print_effective), indent=2))
     elif args.print_effective:
         print("\n".join(effective_yaml(loaded)))
     else:
         print(f"{loaded.path}: ok")
+        for tier in loaded.tier_file.tiers:
+            if origins[tier.name] != BUILT_IN:
+                print(f"  tier {tier.name}: {tier.type}, {origins[tier.name]}")
     return ExitCode.OK
 
 
@@ -61,8 +66,31 @@ def effective_yaml(loaded: Loaded) -> Iterator[str]:
         yield f"{text:<44}  # {origin}" if origin else text
 
 
-def _answer(loaded: Loaded, *, effective: bool) -> dict[str, object]:
-    answer: dict[str, object] = {"ok": True, "errors": [], "warnings": list(loaded.warnings)}
+def _origins(loaded: Loaded) -> Iterator[tuple[str, str]]:
+    """Yield each tier and where its type comes from; a package's is imported and tried on its options.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    from kvtierd.config.schema import PluginTier
+
+    for tier in loaded.tier_file.tiers:
+        if isinstance(tier, PluginTier):
+            from kvtierd.edges.backends.registry import load, make_added
+
+            make_added(tier.name, tier.type, tier.options)
+            yield tier.name, f"from {load(tier.name, tier.type)[0].origin}"
+        else:
+            yield tier.name, BUILT_IN
+
+
+def _answer(loaded: Loaded, tiers: Mapping[str, str], *, effective: bool) -> dict[str, object]:
+    answer: dict[str, object] = {
+        "ok": True,
+        "errors": [],
+        "warnings": list(loaded.warnings),
+        "tier_types": dict(tiers),
+    }
     if effective:
         answer["effective"] = loaded.tier_file.model_dump(mode="json")
         answer["origins"] = dict(loaded.origins)
@@ -77,7 +105,7 @@ def _lines(value: Any, path: str, indent: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, list):
             for number, (text, owner) in enumerate(_lines(child, here, indent + "  ")):
                 yield (f"{indent}- {text.lstrip()}" if number == 0 else text), owner
-        elif isinstance(child, (dict, list)):
+        elif isinstance(child, (dict, list)) and child:
             yield f"{indent}{key}:", here
             yield from _lines(child, here, indent + "  ")
         else:

@@ -12,11 +12,13 @@ _TIERS: dict[str, type[schema._Section]] = {
     "cpu": schema.CpuTier,
     "fs": schema.FsTier,
     "object": schema.ObjectTier,
+    "plugin": schema.PluginTier,
 }
 _SECTIONS: dict[tuple[str, ...], tuple[type[schema._Section], ...]] = {
     (): (schema.TierFile,),
     ("pool",): (schema.Pool,),
     ("tiers", "*"): tuple(_TIERS.values()),
+    ("tiers", "*", "credentials"): (schema.Credentials,),
     ("events",): (schema.Events,),
     ("events", "audiences", "*"): (schema.Audience,),
     ("admin",): (schema.Admin,),

@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 from kvtierd.config.document import Document, DocumentError, KeyPath, parse_document
 from kvtierd.config.environment import apply_environment
 from kvtierd.config.keys import hint, known_keys
-from kvtierd.config.schema import CpuTier, FsTier, ObjectTier, TierFile
+from kvtierd.config.plugins import unknown_type
+from kvtierd.config.schema import CpuTier, FsTier, ObjectTier, PluginTier, TierFile
 from kvtierd.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -87,9 +88,15 @@ def preflight(tier_file: TierFile) -> Iterator[str]:
             continue
         if isinstance(tier.max_bytes, int) and tier.max_bytes < tier_file.pool.bytes:
             yield f"tier {tier.name!r}: max_bytes is less than pool.bytes: it holds less than the CPU tier"
+        if isinstance(tier, PluginTier) and tier.max_bytes == "unlimited":
+            yield f"tier {tier.name!r}: max_bytes is unlimited: the daemon will evict nothing from it"
         if isinstance(tier, FsTier) and tier.max_bytes == "unlimited":
             yield f"tier {tier.name!r}: max_bytes is unlimited: only the filesystem's size bounds it"
-        if isinstance(tier, ObjectTier) and tier.max_bytes == "unlimited":
+        if (
+            isinstance(tier, ObjectTier)
+            and tier.url.startswith("memory://")
+            and tier.max_bytes == "unlimited"
+        ):
             yield f"tier {tier.name!r}: max_bytes is unlimited and memory:// keeps blocks in this process"
     if not tier_file.events.enabled:
         yield "events.enabled is false: nothing is published, whatever the tiers' own events keys say"
@@ -178,7 +185,8 @@ def _explain(error: ErrorDetails) -> Iterator[tuple[KeyPath, str]]:
         more = ': write a size, or "unlimited"' if path[-1] == "max_bytes" else ""
         yield path, f"is required{more}"
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
-        yield (*path, "type"), "write type: cpu, fs or object"
+        got = error["input"].get("type") if isinstance(error["input"], dict) else None
+        yield (*path, "type"), unknown_type(got) if isinstance(got, str) else "write type: cpu, fs or object"
     else:
         message = _PLAIN_WORDS.get(kind, error["msg"])
         if kind == "value_error":
@@ -186,8 +194,14 @@ def _explain(error: ErrorDetails) -> Iterator[tuple[KeyPath, str]]:
         elif kind == "literal_error":
             message = f"write {context['expected']}"
         got = error["input"]
-        shown = "" if isinstance(got, (dict, list, tuple)) else f" (got {_shown(got)})"
+        hidden = isinstance(got, (dict, list, tuple)) or _may_be_secret(path, got)
+        shown = "" if hidden else f" (got {_shown(got)})"
         yield path, message + shown
+
+
+def _may_be_secret(path: KeyPath, got: object) -> bool:
+    """Say whether somebody may have pasted a key here, which then must not be repeated."""
+    return "credentials" in path or (path[-1:] in (("url",), ("endpoint",)) and "@" in str(got))
 
 
 def _unknown_key(path: KeyPath, tier_type: str | None) -> str:
@@ -199,7 +213,7 @@ def _unknown_key(path: KeyPath, tier_type: str | None) -> str:
 
 def _without_tag(loc: KeyPath) -> tuple[KeyPath, str | None]:
     """Drop the tier's type, which pydantic puts into the location of errors in a tier."""
-    if len(loc) > 2 and loc[0] == "tiers" and loc[2] in ("cpu", "fs", "object"):
+    if len(loc) > 2 and loc[0] == "tiers" and loc[2] in ("cpu", "fs", "object", "plugin"):
         return (*loc[:2], *loc[3:]), str(loc[2])
     return loc, None
 

@@ -5,28 +5,37 @@ Checks of one value stand with its field; :func:`problems_between` holds those t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainSerializer,
     Strict,
     StringConstraints,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from kvtierd.config import plugins
 from kvtierd.config.endpoints import UNIX_PATH_MAX, Endpoint, parse_endpoint, parse_listen
 from kvtierd.config.fields import Duration, Limit, Size
+from kvtierd.config.object_store import (
+    check_endpoint,
+    check_url,
+    check_variable,
+    setting_problems,
+    split_url,
+)
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Locality
 
@@ -67,13 +76,8 @@ def _check_listen(value: str) -> str:
     return value
 
 
-def _check_url(value: str) -> str:
-    scheme = value.partition("://")[0]
-    if scheme in ("s3", "gs", "az"):
-        raise ValueError("object stores come in a later release; only memory://NAME works in this one")
-    if not re.fullmatch(r"memory://[A-Za-z0-9._/-]*", value):
-        raise ValueError("write memory://NAME (an in-process store)")
-    return value
+def _to_credentials(value: object) -> object:
+    return {} if value == "env" else value
 
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -90,6 +94,10 @@ LocalityField = Annotated[
 ]
 EndpointField = Annotated[str, AfterValidator(_check_endpoint)]
 ListenField = Annotated[str, AfterValidator(_check_listen)]
+PluginType = Annotated[
+    str, WithJsonSchema({"type": "string", "not": {"enum": list(plugins.BUILT_IN)}, "minLength": 1})
+]
+VariableName = Annotated[str, AfterValidator(check_variable)]
 Policy = Literal["lru"]
 Workers = Annotated[int, Field(ge=1, le=64)]
 
@@ -155,15 +163,79 @@ class FsTier(_StorageTier):
     fsync: Literal["none", "data"] = "none"
 
 
+class Credentials(_Section):
+    """Where an object tier's keys come from; nothing set, or ``env``: the provider's own chain.
+
+    That is its variables, workload identity or the machine's metadata service. Keys themselves never stand in
+    a tier file. ``file``: an AWS credentials file, a service account's JSON (gs) or the account's key (az).
+    """
+
+    file: AbsolutePath | None = None
+    profile: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
+    access_key_variable: VariableName | None = None
+    secret_key_variable: VariableName | None = None
+    session_token_variable: VariableName | None = None
+
+
 class ObjectTier(_StorageTier):
-    """Blocks in an object store; in this release only in an in-process one (``memory://NAME``)."""
+    """Blocks in an object store, or in this process with ``memory://NAME``.
+
+    ``shared`` is true by default but for ``memory://``: what the bucket holds is then learnt by looking keys
+    up; with ``shared: false`` it is listed at start. ``request_timeout`` is one request's, ``deadline`` that
+    of a whole operation with all its ``retries``. ``unsigned_payload: auto``: only to this machine.
+    """
 
     type: Literal["object"] = "object"
-    url: Annotated[str, AfterValidator(_check_url)]
+    url: Annotated[str, AfterValidator(check_url)]
     max_bytes: Limit = "unlimited"
+    endpoint: Annotated[str, AfterValidator(check_endpoint)] | None = None
+    region: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
+    account: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{3,24}$")] | None = None
+    credentials: Annotated[Credentials, BeforeValidator(_to_credentials)] = Credentials()
+    ca_bundle: AbsolutePath | None = None
+    allow_http: bool = False
+    unsigned_payload: Literal["auto", "always", "never"] = "auto"
+    connect_timeout: Duration = 2.0
+    request_timeout: Duration = 10.0
+    retries: Annotated[int, Field(ge=0, le=20)] = 4
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_buckets(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "shared" not in value:
+            url = value.get("url")
+            return {**value, "shared": isinstance(url, str) and not url.startswith("memory://")}
+        return value
 
 
-Tier = Annotated[CpuTier | FsTier | ObjectTier, Field(discriminator="type")]
+class PluginTier(_StorageTier):
+    """Blocks in storage of a type that an installed package adds (:mod:`kvtierd.config.plugins`).
+
+    ``options`` go to the package as they are; they are shown by ``kvtierd check``, so no secrets in there.
+    """
+
+    type: PluginType
+    max_bytes: Limit = "unlimited"
+    options: dict[str, Any] = {}
+
+
+def _tier_tag(value: object) -> str | None:
+    """Return which kind of tier a mapping or model is meant to be; a tag that is none names the mistake."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if not isinstance(kind, str) or kind in plugins.BUILT_IN:
+        return kind if isinstance(kind, str) else None
+    return "plugin" if kind in plugins.installed() else kind
+
+
+Tier = Annotated[
+    Annotated[CpuTier, Tag("cpu")]
+    | Annotated[FsTier, Tag("fs")]
+    | Annotated[ObjectTier, Tag("object")]
+    | Annotated[PluginTier, Tag("plugin")],
+    Discriminator(_tier_tag),
+]
+StorageTier = FsTier | ObjectTier | PluginTier
+"""Every tier below the pool."""
 
 
 class Audience(_Section):
@@ -233,6 +305,7 @@ def problems_between(tier_file: TierFile) -> Iterator[Problem]:
     """Yield what is wrong between values that are each right on their own."""
     yield from _pool_problems(tier_file.pool)
     yield from _tier_problems(tier_file)
+    yield from _object_tier_problems(tier_file.tiers)
     yield from _audience_problems(tier_file.events)
     yield from _endpoint_problems(tier_file)
 
@@ -264,6 +337,45 @@ def _tier_problems(tier_file: TierFile) -> Iterator[Problem]:
                 if path == tier.path or nested:
                     yield ("tiers", index, "path"), f"is shared with {owner} ({path})"
             taken.append((f"tier {tier.name!r}", tier.path))
+
+
+def _object_tier_problems(tiers: tuple[Tier, ...]) -> Iterator[Problem]:
+    for index, tier in enumerate(tiers):
+        if not isinstance(tier, ObjectTier):
+            continue
+        for key, text in _object_problems(tier):
+            yield ("tiers", index, *key.split(".")), text
+        if any(isinstance(other, ObjectTier) and _same_place(tier, other) for other in tiers[:index]):
+            yield ("tiers", index, "url"), "another tier keeps its blocks in the same place"
+
+
+def _same_place(tier: ObjectTier, other: ObjectTier) -> bool:
+    """Say whether two tiers would store into the same keys of the same bucket."""
+    return not tier.url.startswith("memory://") and (
+        (split_url(tier.url), tier.endpoint) == (split_url(other.url), other.endpoint)
+    )
+
+
+def _object_problems(tier: ObjectTier) -> Iterator[tuple[str, str]]:
+    if tier.url.startswith("memory://"):
+        return
+    keys = tier.credentials
+    if tier.request_timeout > tier.deadline:
+        yield "request_timeout", "is longer than the tier's deadline"
+    if tier.connect_timeout > tier.request_timeout:
+        yield "connect_timeout", "is longer than request_timeout"
+    yield from setting_problems(
+        scheme=split_url(tier.url)[0],
+        endpoint=tier.endpoint,
+        region=tier.region,
+        account=tier.account,
+        allow_http=tier.allow_http,
+        access_key=keys.access_key_variable is not None,
+        secret_key=keys.secret_key_variable is not None,
+        session_token=keys.session_token_variable is not None,
+        file=keys.file is not None,
+        profile=keys.profile is not None,
+    )
 
 
 def _audience_problems(events: Events) -> Iterator[Problem]:

@@ -22,6 +22,26 @@ OTHER = Layout(
     model="org/other", dtype="float16", layout="test", groups=(Group(tokens_per_block=4, block_bytes=BLOCK),)
 )
 
+BIG_BLOCK = 256 << 10
+BIG = Layout(
+    model="org/big",
+    dtype="float16",
+    layout="test",
+    groups=(Group(tokens_per_block=4, block_bytes=BIG_BLOCK),),
+)
+"""Blocks large enough for a file each."""
+
+
+@pytest.fixture
+def big(make):
+    """A running daemon with room for 32 big blocks."""
+    return make(slots=32 * BIG_BLOCK // BLOCK).start()
+
+
+def file_of(rig, block, layout=BIG):
+    name = f"{block.key.hash.hex()}.{block.key.group}"
+    return rig.folder / "disk" / "v1" / layout.namespace() / block.key.hash[-1:].hex() / name
+
 
 def tool(*arguments: str, code: int = 0) -> str:
     done = subprocess.run(
@@ -135,11 +155,12 @@ def test_gc_removes_orphans_when_told_to_and_the_daemon_starts_without_them(rig)
         assert session.lookup(keys_of(gone)).prefix == 0
 
 
-def test_gc_finds_what_a_killed_writer_left_behind(rig):
-    blocks = fill(rig)
+def test_gc_finds_what_a_killed_writer_left_behind(big):
+    rig = big
+    blocks = fill(rig, BIG)
     rig.settle()
     assert rig.daemon.stop() == 0
-    folder = rig.file(blocks[0]).parent
+    folder = file_of(rig, blocks[0]).parent
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     left = folder / f".tmp-{boot}-1-{'0' * 16}"
     left.write_bytes(bytes(8192))
@@ -153,13 +174,14 @@ def test_gc_finds_what_a_killed_writer_left_behind(rig):
 # -- verify ---------------------------------------------------------------------------------------------
 
 
-def test_verify_finds_every_flipped_byte_and_takes_it_out_when_told_to(rig):
-    blocks = fill(rig, count=12)
+def test_verify_finds_every_flipped_byte_and_takes_it_out_when_told_to(big):
+    rig = big
+    blocks = fill(rig, BIG, count=12)
     rig.settle()
     assert rig.daemon.stop() == 0
     assert "every block is good" in tool("verify", *config(rig))
     for number, offset in ((2, -1), (5, 60), (7, 4096)):
-        path = rig.file(blocks[number])
+        path = file_of(rig, blocks[number])
         raw = bytearray(path.read_bytes())
         raw[offset] ^= 4
         path.write_bytes(raw)
@@ -167,10 +189,10 @@ def test_verify_finds_every_flipped_byte_and_takes_it_out_when_told_to(rig):
     bad, (total,) = found[:-1], found[-1:]
     assert {row["hash"] for row in bad} == {blocks[number].key.hash.hex() for number in (2, 5, 7)}
     assert (total["good"], total["corrupt"], total["removed"]) == (9, 3, 0)
-    assert rig.file(blocks[2]).exists(), "nothing is changed without --remove"
+    assert file_of(rig, blocks[2]).exists(), "nothing is changed without --remove"
     said = tool("verify", *config(rig), "--remove", code=74)
     assert "3 blocks are not good" in said
-    assert not rig.file(blocks[2]).exists()
+    assert not file_of(rig, blocks[2]).exists()
     assert "every block is good" in tool("verify", *config(rig))
     assert "quarantined" in tool("gc", *config(rig))
 

@@ -8,6 +8,8 @@ import yaml
 
 from kvtierd.cli.check import effective_yaml
 from kvtierd.config.load import load_tier_file
+from kvtierd.config.schema import Credentials, ObjectTier
+from kvtierd.core.model import Locality
 from kvtierd.errors import ConfigError, ExitCode
 
 EXAMPLES = Path(__file__).parents[2] / "config"
@@ -66,16 +68,17 @@ def test_the_full_example_shows_every_key():
     commented = "\n".join(
         line.replace("# ", "", 1) if line.startswith("  # ") else line for line in text.splitlines()
     )
-    assert yaml.safe_load(commented)["tiers"][2].keys() == {
-        "name", "type", "url", "max_bytes", "locality", "events", "policy",
-        "readers", "writers", "inflight_bytes", "deadline", "ttl", "demote", "shared",
-    }  # fmt: skip
+    lake = yaml.safe_load(commented)["tiers"][2]
+    assert lake.keys() == ObjectTier.model_fields.keys()
+    assert lake["credentials"].keys() == Credentials.model_fields.keys()
 
 
 def test_the_commented_object_tier_of_the_full_example_loads(load):
     text = (EXAMPLES / "full.yaml").read_text()
     loaded = load(re.sub(r"^  # ( ?)", r"  \1", text, flags=re.MULTILINE))
-    assert loaded.tier_file.tiers[2].url == "memory://lake"
+    assert loaded.tier_file.tiers[2] == ObjectTier(
+        name="lake", url="s3://bucket/prefix", region="us-east-1", locality=Locality.REMOTE
+    )
 
 
 @pytest.mark.parametrize(

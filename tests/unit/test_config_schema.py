@@ -113,11 +113,6 @@ def test_a_path_is_absolute(path):
     refused("path", CPU, {**DISK, "path": path})
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/prefix", "gs://bucket", "az://container"])
-def test_a_real_object_store_is_refused_as_not_there_yet(url):
-    refused("object stores come in a later release", CPU, {"name": "lake", "type": "object", "url": url})
-
-
 def test_an_object_tier_keeps_blocks_in_this_process():
     got = tier_file(CPU, {"name": "lake", "type": "object", "url": "memory://lake"}).tiers[1]
     assert got == ObjectTier(name="lake", url="memory://lake", max_bytes="unlimited")

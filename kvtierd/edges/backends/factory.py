@@ -1,15 +1,50 @@
-"""From a tier of the tier file to its backend."""
+"""From a tier of the tier file to its backend and to what the core has to know of it."""
 
 from __future__ import annotations
 
-from kvtierd.config.schema import FsTier, ObjectTier
-from kvtierd.edges.backends.base import Backend
+from kvtierd.config.schema import FsTier, PluginTier, StorageTier
+from kvtierd.core.model import Medium
+from kvtierd.core.tier import TierSpec
+from kvtierd.edges.backends.base import Backend, Probing, Reserving
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.edges.backends.memory import MemoryBackend
+from kvtierd.edges.backends.object_tier import make_object_backend
+from kvtierd.edges.backends.registry import make_added
 
 
-def make_backend(tier: FsTier | ObjectTier) -> Backend:
-    """Return the tier's backend, not opened yet."""
+def make_backend(tier: StorageTier) -> Backend:
+    """Return the tier's backend, not opened yet.
+
+    Raises:
+        ConfigError: its type is a package's, and that cannot be used.
+    """
     if isinstance(tier, FsTier):
         return FsBackend(tier.name, tier.path)
-    return MemoryBackend(tier.name)
+    if isinstance(tier, PluginTier):
+        return make_added(tier.name, tier.type, tier.options)
+    if tier.url.startswith("memory://"):
+        return MemoryBackend(tier.name)
+    return make_object_backend(tier)
+
+
+def make_spec(tier: StorageTier, backend: Backend, pool_bytes: int) -> TierSpec:
+    """Return what the core has to know of a tier whose backend is open.
+
+    What the backend occupies besides its blocks is taken off the capacity; a tier's writes pin at most half
+    of the pool, however slow it is.
+    """
+    capacity = tier.max_bytes if isinstance(tier.max_bytes, int) else None
+    if capacity is not None and isinstance(backend, Reserving):
+        capacity = max(0, capacity - backend.reserve(capacity))
+    return TierSpec(
+        name=tier.name,
+        medium=Medium.STORAGE,
+        locality=tier.locality,
+        events=tier.events,
+        capacity=capacity,
+        budget=max(1, min(tier.inflight_bytes, pool_bytes // 2)),
+        estimate=backend.estimate,
+        ttl=tier.ttl,
+        on_evict=tier.demote == "on_evict",
+        shared=tier.shared and isinstance(backend, Probing),
+    )

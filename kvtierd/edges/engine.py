@@ -110,10 +110,14 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep a second descriptor of the socket: transports cannot pass descriptors."""
         transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+        try:
+            self._raw = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError as error:
+            log.warning("connection %d dropped: %s", self.number, error)
+            transport.abort()
+            return
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
-        fileno = transport.get_extra_info("socket").fileno()
-        self._raw = socket.socket(fileno=os.dup(fileno))
         self._server.counters["accepted"] += 1
         self._server.connections[self.number] = self
 
@@ -248,15 +252,17 @@ class EngineConnection(asyncio.Protocol):
             log.warning("connection %d attached without reading its answers; closed", self.number)
             self.close()
             return
-        pipe = self._server.liveness.hand_out(process)
+        pipe = -1
         try:
+            pipe = self._server.liveness.hand_out(process)
             sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe])
         except OSError as error:
             log.warning("connection %d: the pool could not be handed over: %s", self.number, error)
             self.close()
             return
         finally:
-            os.close(pipe)
+            if pipe >= 0:
+                os.close(pipe)
         if sent < len(frame):
             transport.write(frame[sent:])
 

@@ -29,11 +29,24 @@ class Liveness:
         return len(self._pipes)
 
     def hand_out(self, process: bytes) -> int:
-        """Return a write end to pass to the process; the caller closes it after passing."""
-        read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """Return a write end to pass to the process; the caller closes it after passing.
+
+        Raises:
+            OSError: no descriptor is left; a process that has no other pipe is reported as dead, since it
+                cannot be given the pool.
+        """
+        try:
+            read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            self._loop.call_soon(self._report_unwatched, process)
+            raise
         self._pipes.setdefault(process, set()).add(read_end)
         self._loop.add_reader(read_end, self._readable, process, read_end)
         return write_end
+
+    def _report_unwatched(self, process: bytes) -> None:
+        if process not in self._pipes:
+            self._died(process)
 
     def _readable(self, process: bytes, read_end: int) -> None:
         with contextlib.suppress(BlockingIOError):

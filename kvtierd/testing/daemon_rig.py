@@ -7,9 +7,13 @@ hold the bytes that their keys stand for (:func:`kvtierd.testing.workload.payloa
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +128,7 @@ class DaemonRig:
         disk_bytes: int = 1 << 30,
         tiers: Sequence[dict[str, Any]] | None = None,
         changes: dict[str, Any] | None = None,
-        heartbeat: str = "100ms",
+        heartbeat: str = "30ms",
         paranoid: bool = True,
     ) -> None:
         sections = {"engine": {"shutdown_grace": "4s"}, **(changes or {})}
@@ -199,10 +203,34 @@ class DaemonRig:
         name = f"{block.key.hash.hex()}.{block.key.group}"
         return self.folder / root / "v1" / LAYOUT.namespace() / block.key.hash[-1:].hex() / name
 
+    @contextmanager
+    def descriptors(self, spare: int) -> Iterator[None]:
+        """Leave the daemon only ``spare`` file descriptors more than it has open."""
+        pid = self.daemon.pid
+        assert pid is not None
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = self._open_descriptors()
+        free = (number for number in itertools.count() if number not in used)
+        limit = next(itertools.islice(free, spare, None))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            yield
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+    def _open_descriptors(self) -> set[int]:
+        """Return the descriptors that stay open: a closed connection's take a moment to go."""
+        seen: list[set[int]] = []
+
+        def steady() -> bool:
+            seen.append(set(map(int, os.listdir(f"/proc/{self.daemon.pid}/fd"))))
+            return len(seen) > 4 and all(other == seen[-1] for other in seen[-4:])
+
+        wait_for(steady, "the daemon's descriptors to stay the same")
+        return seen[-1]
+
     def resources(self) -> tuple[int, float]:
         """Return the daemon's resident bytes and the seconds of processor time it used."""
-        import os
-
         fields = Path(f"/proc/{self.daemon.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), sum(map(int, fields[11:13])) / os.sysconf(
             "SC_CLK_TCK"
@@ -247,14 +275,18 @@ class DaemonRig:
     def agree(self, *others: Router) -> None:
         """Check that what the router (and every other one given) folded is what the daemon has.
 
+        Tiers whose events are off are left out.
+
         Raises:
             AssertionError: it is not.
         """
         status = self.settle()
+        tiers = json.loads(self.daemon.config.read_text())["tiers"]
+        hidden = frozenset(tier["name"] for tier in tiers if not tier.get("events", True))
         truth = set()
         for layout in self.layouts:
             with self.client.attach(layout, engine_id="auditor") as session:
-                truth |= residencies(session.inventory())
+                truth |= residencies(session.inventory(), hidden=hidden)
         for router in (self.router, *others):
             self.catch_up(router, status)
             assert router.resident == truth, (router.resident - truth, truth - router.resident)

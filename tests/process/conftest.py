@@ -32,11 +32,12 @@ def make() -> Iterator[Make]:
         try:
             yield build
             for rig in made:
+                assert rig.complaints() == [], rig.daemon.log_tail(60)
                 if rig.daemon.pid is not None:
                     rig.agree()
                     rig.client.close()
                     assert rig.daemon.stop() == 0, rig.daemon.log_tail()
-                assert rig.complaints() == []
+                assert rig.complaints() == [], rig.daemon.log_tail(60)
         finally:
             for rig in made:
                 rig.close()

@@ -208,6 +208,19 @@ def test_bytes_under_an_expired_lease_stay_until_its_holder_speaks(make: Make, e
     assert room(session, 4, "new") == 4
 
 
+def test_an_engine_that_cannot_be_given_the_pool_is_not_waited_for(make: Make, engine: Engines) -> None:
+    """L81: no descriptor is left for its liveness pipe; what others of its name hold later is freed."""
+    rig = make(slots=8, tiers=[]).start()
+    with rig.descriptors(3), rig.attach(engine_id="child") as poor:  # its socket twice, and half a pipe
+        assert not poor.connected
+    assert "the pool could not be handed over" in rig.daemon.log_tail()
+    child = engine(rig)
+    child("reserve", 8, "half")
+    child.kill()
+    session = rig.attach()
+    wait_for(lambda: room(session, 8, "new") == 8, "all slots")
+
+
 def test_a_goodbye_is_a_word(make: Make, engine: Engines) -> None:
     """A process that says goodbye touches the pool no more: no quarantine."""
     rig = make(slots=8, tiers=[]).start()

@@ -120,22 +120,19 @@ def test_an_event_leaves_with_its_turn(make: Make, capsys: pytest.CaptureFixture
     assert cuts["event"][49] < 5.0
 
 
-@pytest.mark.parametrize(
-    "event_form",
-    [
-        pytest.param(lambda key: (1 << 63) + event_hash(key) // 2 + 1, id="u64"),
-        pytest.param(lambda key: key.hash, id="bytes"),
-    ],
-)
-def test_hashes_come_out_as_they_went_in(make: Make, event_form: Callable[[BlockKey], int | bytes]) -> None:
+def test_hashes_come_out_as_they_went_in(make: Make) -> None:
     """L32, L33, L34: same type and value, above 2^63 too; file name and key are one to one."""
     rig = make()
     rig.router = raw = RawRouter()
     rig.start()
     session = rig.attach()
+    forms: list[Callable[[BlockKey], int | bytes]] = [
+        lambda key: (1 << 63) + event_hash(key) // 2 + 1,
+        lambda key: key.hash,
+    ]
     made = [
-        WorkBlock(b.key, BlockMeta(hashes=(event_form(b.key),), token_ids=(1, 2, 3, 4), block_size=4))
-        for b in loose(8)
+        WorkBlock(b.key, BlockMeta(hashes=(forms[n % 2](b.key),), token_ids=(1, 2, 3, 4), block_size=4))
+        for n, b in enumerate(loose(8))
     ]
     store(session, made)
     rig.settle()
@@ -144,9 +141,9 @@ def test_hashes_come_out_as_they_went_in(make: Make, event_form: Callable[[Block
     batches = [msgspec.msgpack.decode(payload, type=Batch) for payload in raw.payloads]
     sent = [event.block_hashes for _, events, _ in batches for event in events]
     stored = [list(block.meta.hashes) for block in made]
-    assert [h for h in sent if h in stored] == sent
-    assert len(sent) == 24  # into the pool, onto the disk, out of the pool
-    assert {type(h) for hashes in sent for h in hashes} == {type(made[0].meta.hashes[0])}
+    assert sorted(sent, key=repr) == sorted(
+        stored * 3, key=repr
+    )  # into the pool and onto the disk, out again
     assert all(rig.file(block).is_file() for block in made)
     assert len(list((rig.folder / "disk" / "v1").rglob("*.0"))) == 8
     assert load(session, made) == ["disk"] * 8

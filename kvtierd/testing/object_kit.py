@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from kvtierd.core.model import BlockId
 from kvtierd.core.stimuli import Status
-from kvtierd.edges.backends.base import Backend, Probing
+from kvtierd.edges.backends.base import Backend, Maintained, Probing
 from kvtierd.edges.backends.object import ObjectBackend
 from kvtierd.testing.backend_kit import (
     LAYOUT,
@@ -175,3 +176,36 @@ class ObjectKit(BackendKit):
             assert list(pool.map(work, range(16))) == [Status.OK] * 16
         assert read(backend, block(1)) in [payload(number) for number in range(16)]
         assert len(obstore.list(store).collect()) == 1
+
+    def test_tools_see_namespaces_and_remove_one(self, backend: Backend, raw_put: RawPut) -> None:
+        assert isinstance(backend, Maintained)
+        other = "e" * 32
+        for number in range(3):
+            write(backend, block(number), payload(number))
+        write(backend, block(1, namespace=other), payload(1))
+        backend.describe(NAMESPACE, LAYOUT)
+        found = {one.namespace: one for one in backend.namespaces()}
+        assert found.keys() == {NAMESPACE, other}
+        assert (found[NAMESPACE].model, found[NAMESPACE].blocks) == ("kit", 3)
+        assert (found[other].model, found[other].blocks) == ("", 1)
+        assert found[NAMESPACE].bytes == 3 * backend.estimate(block(1))
+        assert found[NAMESPACE].used_at > 1.7e9
+        backend.remove_namespace(NAMESPACE)
+        assert [one.namespace for one in backend.namespaces()] == [other]
+        assert read(backend, block(1, namespace=other)) == payload(1)
+        assert (backend.stale_temporaries(remove=True), backend.quarantined(remove=True)) == ([], [])
+
+    def test_tools_prove_every_byte(
+        self, backend: Backend, raw_corrupt: Callable[[BlockId, int], None], raw_put: RawPut
+    ) -> None:
+        assert isinstance(backend, Maintained)
+        for number in range(20):
+            write(backend, block(number), payload(number))
+        raw_corrupt(block(3).id, -1)
+        raw_corrupt(block(4).id, 100)
+        raw_put(block(5).id, b"")
+        outcomes = {one.id: one.status for batch in backend.verify() for one in batch}
+        bad = {block_id for block_id, status in outcomes.items() if status is Status.CORRUPT}
+        assert bad == {block(3).id, block(4).id, block(5).id}
+        assert len(outcomes) == 20
+        assert set(outcomes.values()) == {Status.OK, Status.CORRUPT}

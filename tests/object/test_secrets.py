@@ -60,7 +60,7 @@ def everything_said(backend):
             said.append("".join(traceback.format_exception(error)))
             said.append(repr(error.__context__) if error.__context__ is not None else "")
     said.append(repr(backend.statistics()))
-    said.append(repr(vars(backend)))
+    said += [repr(vars(backend)), repr(vars(backend._requests))]
     return "\n".join(said)
 
 

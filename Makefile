@@ -8,13 +8,14 @@ STAMP  := .stamp
 PIP    := -m pip install --quiet --disable-pip-version-check
 LIMITS := tests/requirements/constraints.txt
 
-.PHONY: demo test lint unit engine router bench clean help
+.PHONY: demo test lint unit object engine router bench clean help
 
 help:
 	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
 	@echo "make test    set up everything and run every check and test (a real engine and router included)"
 	@echo "make lint    ruff, mypy, import contracts, spelling"
 	@echo "make unit    the tests that need no other program (half a minute)"
+	@echo "make object  the object tier's tests on a real S3-compatible server (SeaweedFS)"
 	@echo "make engine  the real vLLM engine's tests (CPU build, Python 3.11, 2 GB of packages)"
 	@echo "make router  the real router's tests (NVIDIA Dynamo's indexer)"
 	@echo "make bench   round trip of the engine socket beside a bare echo"
@@ -40,6 +41,11 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 	.venvs/dynamo/bin/python $(PIP) -r $<
 	@touch $@
 
+.venvs/seaweedfs/$(STAMP): tests/requirements/seaweedfs.txt
+	$(PYTHON) -m venv .venvs/seaweedfs
+	.venvs/seaweedfs/bin/python $(PIP) -r $<
+	@touch $@
+
 demo: $(VENV)/$(STAMP)-run
 	$(BIN)/kvtierd demo
 
@@ -51,7 +57,10 @@ lint: $(VENV)/$(STAMP)-test
 	$(BIN)/codespell
 
 unit: $(VENV)/$(STAMP)-test
-	$(BIN)/pytest -m "not engine and not router"
+	$(BIN)/pytest -m "not engine and not router and not object"
+
+object: $(VENV)/$(STAMP)-test .venvs/seaweedfs/$(STAMP)
+	$(BIN)/pytest -m object
 
 engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP)
 	$(BIN)/pytest -m engine
@@ -59,7 +68,7 @@ engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP)
 router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP)
 	$(BIN)/pytest -m router
 
-test: lint .venvs/vllm/$(STAMP) .venvs/dynamo/$(STAMP)
+test: lint .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/dynamo/$(STAMP)
 	$(BIN)/pytest
 
 bench: $(VENV)/$(STAMP)-run

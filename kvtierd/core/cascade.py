@@ -43,7 +43,7 @@ class Cascade:
         for block_id in ids:
             if tier.resident(block_id) is not None or block_id in tier.wanted:
                 continue
-            source = self._stack.primary.resident(block_id)
+            source = self._stack.primary.get(block_id)
             if source is None:
                 continue
             size = source.block.payload_bytes
@@ -97,8 +97,10 @@ class Cascade:
         """Look at the head of the queue; ``False`` when nothing left it or the next has to wait."""
         before = len(tier.wanted)
         for block_id in list(itertools.islice(tier.wanted, WRITE_BATCH)):
-            source = self._stack.primary.resident(block_id)
-            if source is None or tier.resident(block_id) is not None:
+            source = self._stack.primary.get(block_id)
+            if source is not None and source.state is State.LOADING:
+                continue  # its turn comes when the promotion ended
+            if source is None or source.state is not State.RESIDENT or tier.resident(block_id) is not None:
                 del tier.wanted[block_id]
                 tier.leaving.discard(block_id)
                 tier.counters["cascade_dropped_evicted"] += source is None

@@ -94,9 +94,9 @@ class Stores:
         for skip in skipped:
             block_id = BlockId(session.namespace, skip.key)
             node = self._stack.primary.get(block_id)
-            if skip.reason is SkipReason.RESIDENT:
+            if node is not None and node.state in (State.RESIDENT, State.LOADING):
                 ids.append(block_id)
-            elif node is not None and node.state is State.RESERVED:
+            elif node is not None:
                 self._wishes.setdefault(node, set()).add(targets)
         if ids:
             self._cascade.want(ids, targets)

@@ -97,6 +97,20 @@ def test_a_store_scoped_to_cpu_stays_there_until_another_asks_for_more(rigged):
     assert ("disk", key(1)) in rig.inventory()
 
 
+def test_a_store_of_a_block_that_is_being_promoted_still_reaches_the_other_tier(rigged):
+    """L45"""
+    rig = rigged(4, [fs_spec("near"), fs_spec("far")])
+    rig.commit(rig.prepare([key(1)], scope=Scope(store_to=("far",))))
+    rig.evict(1, tiers=("cpu",))
+    rig.hold = True
+    rig.lookup(1, promote=True)
+    assert [skip.reason.value for skip in rig.prepare([key(1)]).skipped] == ["pending"]
+    rig.hold = False
+    rig.run_held()
+    rig.advance(0.1)
+    assert ("near", key(1)) in rig.inventory()
+
+
 def test_storage_residency_survives_a_second_store_to_cpu(rigged):
     """L03"""
     rig = rigged(4, [fs_spec()])

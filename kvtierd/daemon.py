@@ -242,11 +242,11 @@ class Daemon:
             self._publisher.publish(events)
 
     def _describe(self, namespace: str) -> None:
-        """Leave a readable record of the namespace beside its blocks; best effort, off the loop."""
+        """Leave a readable record of the namespace beside its blocks; best effort."""
         assert self._ladder is not None
         layout = self._ladder.stack.primary.spaces[namespace].layout
-        for backend in self._backends.values():
-            self._loop.run_in_executor(None, backend.describe, namespace, layout)
+        for mover in self._movers.values():
+            mover.describe(namespace, layout)
 
     def _fail(self, error: Exception) -> None:
         """A bug: say all that is known and end, because a wrong ledger could serve wrong bytes."""

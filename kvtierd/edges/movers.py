@@ -20,8 +20,10 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from kvtierd.core.effects import Delete, Probe, Read
+from kvtierd.core.model import Layout
 from kvtierd.core.stimuli import Finished, Found, Outcome, Probed
 from kvtierd.edges.backends.base import Backend, Probing, Transfer
+from kvtierd.edges.mover_describe import Describer
 from kvtierd.edges.mover_scan import Scan
 from kvtierd.edges.mover_threads import Threads
 from kvtierd.edges.mover_work import Chunk, Ended, Figures, Kind, Operation, Work, failed, ids_of, kind_of
@@ -86,6 +88,7 @@ class Mover:
         self._stalls = 0
         self._last_stall = ""
         self._scan: Scan | None = None
+        self._describer = Describer(tier, backend, loop, self._check_idle)
         self._readers = Threads(f"{tier}-read", readers, self._run, clock)
         self._writers = Threads(f"{tier}-write", writers, self._run, clock)
 
@@ -134,6 +137,11 @@ class Mover:
         assert self._scan is None, "one scan per mover"
         self._scan = Scan(self.tier, self._backend, self._loop, found, finished, self._check_idle)
 
+    def describe(self, namespace: str, layout: Layout) -> None:
+        """Have a namespace described, best effort, in a thread that cannot keep the process alive."""
+        if not self._closing:
+            self._describer.describe(namespace, layout)
+
     def statistics(self) -> dict[str, Any]:
         """Return counters: per kind of operation, of the scan, and of stalls (``now``: stuck threads)."""
         figures: dict[str, Any] = {kind: of.as_dict() for kind, of in self._figures.items()}
@@ -159,6 +167,7 @@ class Mover:
         self._closing = True
         if self._scan is not None:
             self._scan.stop()
+        self._describer.discard()
         self._idle = asyncio.Event()
         self._check_idle()
         try:
@@ -187,7 +196,8 @@ class Mover:
     def _check_idle(self) -> None:
         scanning = self._scan is not None and self._scan.running
         stuck = self._readers.stuck or self._writers.stuck  # a probe is answered before its thread is free
-        if self._idle is not None and not self._operations and not scanning and not stuck:
+        busy = self._operations or scanning or stuck or self._describer.busy
+        if self._idle is not None and not busy:
             self._idle.set()
 
     # -- deadlines ----------------------------------------------------------------------------------

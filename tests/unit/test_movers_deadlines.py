@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 
 import pytest
 
 from kvtierd.core.effects import Delete, Probe, Read, Write
 from kvtierd.core.stimuli import Probed, Status
+from kvtierd.edges.backends.memory import MemoryBackend
 from kvtierd.errors import TierError
-from kvtierd.testing.backend_kit import block, payload
+from kvtierd.testing.backend_kit import LAYOUT, block, payload
 from kvtierd.testing.mover_bench import SIZE, FaultyProbing, MoverBench, at, entered, run, statuses
 
 
@@ -272,3 +274,51 @@ async def test_a_probe_past_the_deadline_is_answered_at_once_and_only_once():
             assert statuses(await bench.outcomes(4)) == [Status.GONE], "one is left for reads"
         await asyncio.to_thread(lambda: None)
         assert await bench.mover.close(20) is True
+
+
+# -- records of namespaces ------------------------------------------------------------------------------
+
+
+class Describing(MemoryBackend):
+    """Remembers what it was told of namespaces; waits for ``go`` before each."""
+
+    def __init__(self):
+        super().__init__("ram")
+        self.go = threading.Event()
+        self.told = []
+
+    def describe(self, namespace, layout):
+        assert self.go.wait(20)
+        self.told.append(namespace)
+        if namespace == "bad":
+            raise ValueError("no")
+
+
+@run
+async def test_namespaces_are_described_in_order_without_holding_up_anything(caplog):
+    inner = Describing()
+    async with MoverBench(inner=inner) as bench:
+        for name in ("a", "bad", "c"):
+            bench.mover.describe(name, LAYOUT)
+        bench.mover.submit(Write(1, "ram", at(1)))
+        assert statuses(await bench.outcomes(1)) == [Status.OK]
+        inner.go.set()
+        while bench.mover._describer.busy:
+            await asyncio.to_thread(lambda: None)
+        bench.mover.describe("d", LAYOUT)
+    assert inner.told in (["a", "bad", "c", "d"], ["a", "bad", "c"]), "what waits at the close is dropped"
+    assert "could not be described: ValueError('no')" in caplog.text
+
+
+@run
+async def test_a_stuck_description_takes_no_more_than_its_bound_and_does_not_hang_the_close():
+    inner = Describing()
+    bench = MoverBench(inner=inner)
+    for number in range(1000):
+        bench.mover.describe(str(number), LAYOUT)
+    assert len(bench.mover._describer._waiting) <= 64
+    assert await bench.mover.close(0.05) is False
+    inner.go.set()
+    while bench.mover._describer.busy:
+        await asyncio.to_thread(lambda: None)
+    assert len(inner.told) <= 1

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvtierd.cli.common import table, text
 from kvtierd.cli.main import Subparsers
 from kvtierd.cli.storage import add_storage, opened, refuse_if_alive, tiers
-from kvtierd.errors import ExitCode
+from kvtierd.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from kvtierd.edges.backends.base import Maintained, StoredNamespace
@@ -46,14 +47,18 @@ def run(args: argparse.Namespace) -> int:
     refuse_if_alive(tier_file, [tier.name for tier in chosen])
     choice = Choice(tuple(args.keep), args.unused_for, time.time())
     items: list[Item] = []
-    for tier in chosen:
-        with opened(tier) as backend:
+    with contextlib.ExitStack() as stack:
+        storages: dict[str, Maintained] = {}
+        for tier in chosen:
+            backend = stack.enter_context(opened(tier, alone=True))
             if isinstance(backend, Maintained):
-                with Progress(f"gc {tier.name}", 0, quiet=args.json) as progress:
-                    found = collect(tier.name, backend, choice, remove=args.yes, seen=progress.advance)
-                    items += found
+                storages[tier.name] = backend
             elif not args.json:
                 print(f"tier {tier.name}: {tier.type} storage keeps nothing that has to be collected")
+        refuse_typos(choice.keep, storages.values())
+        for name, storage in storages.items():
+            with Progress(f"gc {name}", 0, quiet=args.json) as progress:
+                items += collect(name, storage, choice, remove=args.yes, seen=progress.advance)
     for line in json_lines(items) if args.json else lines(items, removed=args.yes):
         print(line)
     return ExitCode.OK
@@ -74,6 +79,19 @@ class Choice:
         if any(found.namespace.startswith(name) for name in self.keep):
             return False
         return self.unused_for is None or found.used_at < self.now - self.unused_for
+
+
+def refuse_typos(keep: Iterable[str], storages: Iterable[Maintained]) -> None:
+    """Refuse to keep what is not there: everything else would go.
+
+    Raises:
+        ConfigError: no namespace begins so.
+    """
+    keep = list(keep)
+    names = [space.namespace for storage in storages for space in storage.namespaces()] if keep else []
+    for name in keep:
+        if not any(known.startswith(name) for known in names):
+            raise ConfigError(f"--keep {name}: no namespace begins so; nothing was changed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,10 @@ def refuse_if_alive(tier_file: TierFile | None, names: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def opened(tier: StorageTier) -> Iterator[Backend]:
-    """Open a tier's storage for this process alone; nothing is made where there is none.
+def opened(tier: StorageTier, *, alone: bool) -> Iterator[Backend]:
+    """Open a tier's storage; nothing is made where there is none.
+
+    ``alone``: also a shared one only if no daemon uses it, as far as its locks can tell.
 
     Raises:
         TierError: it is not there, cannot be used, or somebody uses it.
@@ -76,8 +78,7 @@ def opened(tier: StorageTier) -> Iterator[Backend]:
 
     if isinstance(tier, FsTier) and not (tier.path / "v1").is_dir():
         raise TierError(tier.name, f"there is no kvtierd tree in {tier.path}")
-    # Not as a sharer: its lock is then refused while any daemon lives, and a bucket is listed.
-    backend = make_backend(tier.model_copy(update={"shared": False}))
+    backend = make_backend(tier.model_copy(update={"shared": tier.shared and not alone}))
     backend.open()
     try:
         yield backend

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from kvtierd.cli.gc import Choice, collect, json_lines, lines
+from kvtierd.cli.gc import Choice, collect, json_lines, lines, refuse_typos
 from kvtierd.cli.main import main
 from kvtierd.edges.backends.base import Leftover, Maintained, StoredNamespace
 from kvtierd.edges.backends.memory import MemoryBackend
-from kvtierd.errors import ExitCode
+from kvtierd.errors import ConfigError, ExitCode
 
 DAY = 86400.0
 NOW = 1_000 * DAY
@@ -88,6 +88,15 @@ def test_only_namespaces_that_were_asked_for_are_orphans(choice, orphans):
     assert marked(items) == ["v1/.tmp-1", "q/\x1b[2J", *orphans]
     assert shelf.gone == marked(items)
     assert all(item.removed == item.marked for item in items)
+
+
+def test_a_namespace_to_keep_that_is_not_there_stops_everything():
+    """A typing mistake would make an orphan of every namespace."""
+    refuse_typos([NEW, "aa", "c"], [Shelf(), Shelf()])
+    with pytest.raises(ConfigError, match=r"--keep dd: no namespace begins so; nothing was changed"):
+        refuse_typos([NEW, "dd"], [Shelf()])
+    with pytest.raises(ConfigError):
+        refuse_typos([NEW], [])
 
 
 def test_a_second_run_finds_nothing_to_remove():

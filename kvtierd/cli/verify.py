@@ -40,11 +40,13 @@ def run(args: argparse.Namespace) -> int:
     for tier in chosen:
         report = Report(tier.name)
         reports.append(report)
-        with opened(tier, alone=False) as backend:
-            with Progress(f"verify {tier.name}", _total(backend)) as progress:
-                bad = _printer(tier.name, as_json=args.json)
-                check(backend, report, progress, bad, remove=args.remove)
-                report.seconds = round(progress.seconds, 3)
+        with (
+            opened(tier, alone=False) as backend,
+            Progress(f"verify {tier.name}", _total(backend)) as progress,
+        ):
+            bad = _printer(tier.name, as_json=args.json)
+            check(backend, report, progress, bad, remove=args.remove)
+            report.seconds = round(progress.seconds, 3)
     for line in json_lines(reports) if args.json else lines(reports):
         print(line)
     return ExitCode.IO if any(report.bad for report in reports) else ExitCode.OK

@@ -24,10 +24,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "gc",
         help="find and remove what no daemon needs in a tier's storage",
-        description="List stale temporaries, quarantined blocks and namespaces in the storage of tiers that"
-        " no daemon uses, and remove with --yes what is marked so. Namespaces are marked only when asked for:"
-        " with --keep all that are not kept, with --unused-for those that were not used for so long, with"
-        " both what is neither.",
+        description="List stale temporaries, quarantined blocks and namespaces in the storage of tiers, and"
+        " remove with --yes what is marked so, unless a living daemon uses it. Namespaces are marked only"
+        " when asked for: with --keep all that are not kept, with --unused-for those that were not used for"
+        " so long, with both what is neither.",
     )
     add_storage(parser)
     parser.add_argument(
@@ -44,13 +44,14 @@ def run(args: argparse.Namespace) -> int:
     from kvtierd.edges.backends.base import Maintained
 
     tier_file, chosen = tiers(args)
-    refuse_if_alive(tier_file, [tier.name for tier in chosen])
+    if args.yes:
+        refuse_if_alive(tier_file, [tier.name for tier in chosen])
     choice = Choice(tuple(args.keep), args.unused_for, time.time())
     items: list[Item] = []
     with contextlib.ExitStack() as stack:
         storages: dict[str, Maintained] = {}
         for tier in chosen:
-            backend = stack.enter_context(opened(tier, alone=True))
+            backend = stack.enter_context(opened(tier))
             if isinstance(backend, Maintained):
                 storages[tier.name] = backend
             elif not args.json:

@@ -14,6 +14,7 @@ from kvtierd.errors import ConfigError, TierError, Unavailable
 if TYPE_CHECKING:
     from kvtierd.config.schema import StorageTier, TierFile
     from kvtierd.edges.backends.base import Backend
+    from kvtierd.edges.backends.fs_upkeep import FsUpkeep
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
@@ -65,20 +66,22 @@ def refuse_if_alive(tier_file: TierFile | None, names: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def opened(tier: StorageTier, *, alone: bool) -> Iterator[Backend]:
-    """Open a tier's storage; nothing is made where there is none.
-
-    ``alone``: also a shared one only if no daemon uses it, as far as its locks can tell.
+def opened(tier: StorageTier) -> Iterator[Backend | FsUpkeep]:
+    """Open a tier's storage; nothing is made where there is none. A filesystem is looked at without locks.
 
     Raises:
         TierError: it is not there, cannot be used, or somebody uses it.
     """
     from kvtierd.config.schema import FsTier
     from kvtierd.edges.backends.factory import make_backend
+    from kvtierd.edges.backends.fs_upkeep import FsUpkeep
 
-    if isinstance(tier, FsTier) and not (tier.path / "v1").is_dir():
-        raise TierError(tier.name, f"there is no kvtierd tree in {tier.path}")
-    backend = make_backend(tier.model_copy(update={"shared": tier.shared and not alone}))
+    if isinstance(tier, FsTier):
+        if not (tier.path / "v1").is_dir():
+            raise TierError(tier.name, f"there is no kvtierd tree in {tier.path}")
+        yield FsUpkeep(tier.name, tier.path)
+        return
+    backend = make_backend(tier)
     backend.open()
     try:
         yield backend

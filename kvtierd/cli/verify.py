@@ -15,8 +15,10 @@ from kvtierd.cli.storage import add_storage, opened, refuse_if_alive, tiers
 from kvtierd.errors import ExitCode
 
 if TYPE_CHECKING:
+    from kvtierd.core.model import BlockId
     from kvtierd.core.stimuli import Outcome
     from kvtierd.edges.backends.base import Backend
+    from kvtierd.edges.backends.fs_upkeep import FsUpkeep
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -24,24 +26,27 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="prove every block in a tier's storage",
-        description="Read every block in the storage of tiers that no daemon uses and prove its header and"
-        " payload. Exit code 0: all are good, 74: some are corrupt or cannot be read.",
+        description="Read every block in the storage of tiers and prove its header and payload; a daemon may"
+        " use it meanwhile. Exit code 0: all are good, 74: some are corrupt or cannot be read.",
     )
     add_storage(parser)
-    parser.add_argument("--remove", action="store_true", help="take corrupt blocks out (into the quarantine)")
+    parser.add_argument(
+        "--remove", action="store_true", help="take corrupt blocks out, unless a daemon uses them"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per tier and bad block")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check and print; return 0 or 74."""
     tier_file, chosen = tiers(args)
-    refuse_if_alive(tier_file, [tier.name for tier in chosen if not tier.shared])
+    if args.remove:
+        refuse_if_alive(tier_file, [tier.name for tier in chosen if not tier.shared])
     reports = []
     for tier in chosen:
         report = Report(tier.name)
         reports.append(report)
         with (
-            opened(tier, alone=False) as backend,
+            opened(tier) as backend,
             Progress(f"verify {tier.name}", _total(backend)) as progress,
         ):
             bad = _printer(tier.name, as_json=args.json)
@@ -87,23 +92,31 @@ class Report:
 
 
 def check(
-    backend: Backend, report: Report, progress: Progress, bad: Callable[[Outcome], None], *, remove: bool
+    backend: Backend | FsUpkeep,
+    report: Report,
+    progress: Progress,
+    bad: Callable[[Outcome], None],
+    *,
+    remove: bool,
 ) -> None:
     """Check all of a tier's blocks; tell ``bad`` of those that are not good."""
     from kvtierd.core.stimuli import Status
 
+    doomed: list[BlockId] = []
     for outcomes in _verified(backend):
         for outcome in outcomes:
             corrupt = report.take(outcome)
             progress.advance(1, outcome.stored_bytes)
             if outcome.status is not Status.OK:
                 bad(outcome)
-            if corrupt and remove:
-                (removed,) = backend.delete([outcome.id], corrupt=True)
-                report.removed += removed.status is Status.OK
+            if corrupt:
+                doomed.append(outcome.id)
+    if remove and doomed:
+        removed = backend.delete(doomed, corrupt=True)
+        report.removed = sum(outcome.status is Status.OK for outcome in removed)
 
 
-def _verified(backend: Backend) -> Iterator[list[Outcome]]:
+def _verified(backend: Backend | FsUpkeep) -> Iterator[list[Outcome]]:
     """Use the backend's own check; one without is scanned and read."""
     from dataclasses import replace
 
@@ -121,7 +134,7 @@ def _verified(backend: Backend) -> Iterator[list[Outcome]]:
                 yield [replace(outcome, stored_bytes=found.stored_bytes)]
 
 
-def _total(backend: Backend) -> int:
+def _total(backend: Backend | FsUpkeep) -> int:
     from kvtierd.edges.backends.base import Maintained
 
     return sum(space.blocks for space in backend.namespaces()) if isinstance(backend, Maintained) else 0
@@ -134,7 +147,7 @@ def _printer(tier: str, *, as_json: bool) -> Callable[[Outcome], None]:
             where = {"tier": tier, "namespace": namespace, "hash": key.hash.hex(), "group": key.group}
             print(json.dumps({**where, "status": outcome.status.value, "reason": outcome.reason}))
         else:
-            name = f"{namespace}/{key.hash.hex()}.{key.group}"
+            name = f"{namespace}/{key.hash.hex() or 'unknown'}.{key.group}"
             print(f"{tier}: {outcome.status.value} {name}: {text(outcome.reason)}")
 
     return show

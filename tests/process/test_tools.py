@@ -174,6 +174,22 @@ def test_gc_finds_what_a_killed_writer_left_behind(big):
 # -- verify ---------------------------------------------------------------------------------------------
 
 
+def test_verify_finds_a_flipped_byte_in_packed_blocks_too(rig):
+    fill(rig, count=12)
+    rig.settle()
+    assert rig.daemon.stop() == 0
+    (segment,) = (path for path in (rig.folder / "disk").rglob("packed/*") if path.stat().st_size)
+    raw = bytearray(segment.read_bytes())
+    last = max(index for index, byte in enumerate(raw) if byte)
+    raw[last] ^= 1
+    segment.write_bytes(raw)
+    said = tool("verify", *config(rig), code=74)
+    assert "payload checksum differs" in said
+    assert "1 blocks are not good" in said
+    assert "1 blocks are not good" in tool("verify", *config(rig), "--remove", code=74)
+    assert "every block is good" in tool("verify", *config(rig))
+
+
 def test_verify_finds_every_flipped_byte_and_takes_it_out_when_told_to(big):
     rig = big
     blocks = fill(rig, BIG, count=12)
@@ -197,8 +213,12 @@ def test_verify_finds_every_flipped_byte_and_takes_it_out_when_told_to(big):
     assert "quarantined" in tool("gc", *config(rig))
 
 
-def test_verify_refuses_a_tier_that_a_living_daemon_has_for_itself(rig):
-    assert "stop it first" in tool("verify", *config(rig), code=74)
+def test_a_living_daemons_blocks_are_proved_and_never_taken_out(rig):
+    fill(rig)
+    rig.settle()
+    assert "every block is good" in tool("verify", *config(rig))
+    assert [row["what"] for row in rows(tool("gc", *config(rig), "--json"))] == ["namespace"]
+    assert "stop it first" in tool("verify", *config(rig), "--remove", code=74)
 
 
 def test_verify_shows_a_bar_on_a_terminal(rig):

@@ -105,8 +105,9 @@ class Leftover:
 class Maintained(Protocol):
     """What a backend adds whose storage ``kvtierd gc`` and ``kvtierd verify`` can look after.
 
-    Called on an opened backend, from one thread, while no daemon of ours uses it. Every verb may raise
-    TierError when the storage does not answer. What cannot be removed is left out of the answer and stays.
+    Called from one thread; daemons may use the storage. Every verb may raise TierError: the storage does not
+    answer, or is a living daemon's and nothing can be removed. What cannot be removed is left out of the
+    answer and stays.
     """
 
     def namespaces(self) -> list[StoredNamespace]:
@@ -124,6 +125,6 @@ class Maintained(Protocol):
     def verify(self) -> Iterator[list[Outcome]]:
         """Prove every stored block, payload included, changing nothing; yield batches of outcomes.
 
-        ``OK`` with its ``stored_bytes``, ``CORRUPT`` or ``FAILED`` (unreadable) with a reason. Blocks that
-        leave meanwhile are left out.
+        ``OK`` with its ``stored_bytes``, ``CORRUPT`` or ``FAILED`` (unreadable) with a reason. A key with an
+        empty hash stands for a block that does not say whose it is. Blocks that leave meanwhile are left out.
         """

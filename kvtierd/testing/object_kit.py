@@ -34,7 +34,7 @@ PREFIX = "some/where"
 
 
 def key_of(block_id: BlockId) -> str:
-    """Where FORMAT.md says that a block lies."""
+    """Where OBJECT.md says that a block lies."""
     name = f"{block_id.key.hash.hex()}.{block_id.key.group}"
     return f"{PREFIX}/v1/{block_id.namespace}/{block_id.key.hash.hex()[-2:]}/{name}"
 

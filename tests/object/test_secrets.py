@@ -70,7 +70,9 @@ def test_no_failure_shows_a_key(proxy, open_tier, monkeypatch, caplog, capfd, fa
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("LAKE_SECRET_KEY", secret)
     proxy.set(fault)
-    said = everything_said(open_tier(proxy.endpoint, retries=1))
+    said = everything_said(
+        open_tier(proxy.endpoint, connect_timeout="100ms", request_timeout="150ms", deadline="300ms")
+    )
     out, err = capfd.readouterr()
     assert "lake" in said
     assert_clean(said + caplog.text + out + err, secret, ACCESS_KEY)

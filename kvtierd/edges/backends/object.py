@@ -1,4 +1,4 @@
-"""One object per block in a bucket, with the header and the checks of a file (``FORMAT.md``).
+"""One object per block in a bucket, with the header and the checks of a file (``OBJECT.md``).
 
 Calls are synchronous and made by the tier's threads, so its ``readers`` and ``writers`` are the requests in
 flight. A put borrows the pool's memory until the call returns; a get is copied once, from the client's buffer

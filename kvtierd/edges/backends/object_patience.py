@@ -21,6 +21,7 @@ T = TypeVar("T")
 FIRST_BACKOFF = 0.1
 MAX_BACKOFF = 2.0
 LEAST_SPARE = 0.05
+LATE = Fault(Meaning.UNKNOWN, "no time left before the tier's deadline")
 CLOSING = Fault(Meaning.UNKNOWN, "closing")
 
 
@@ -30,11 +31,15 @@ def backoff(attempt: int, uniform: Callable[[float, float], float]) -> float:
     return ceiling / 2 + uniform(0.0, ceiling / 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Budget:
-    """One call's time: no try begins after ``last_start`` on the clock, so the call ends by its deadline."""
+    """One call's time: no try begins after ``last_start`` on the clock, so the call ends by its deadline.
+
+    ``fault`` is what used the time up, for the blocks that then get none.
+    """
 
     last_start: float
+    fault: Fault = LATE
 
 
 class Patience:
@@ -78,7 +83,7 @@ class Patience:
         """
         attempt = 0
         if self._clock() > budget.last_start:
-            raise StoreFailed(Fault(Meaning.UNKNOWN, "no time left before the tier's deadline"))
+            raise StoreFailed(budget.fault)
         while True:
             if self._closing.is_set():
                 raise StoreFailed(CLOSING)
@@ -93,6 +98,7 @@ class Patience:
             late = self._clock() + delay > budget.last_start
             if not fault.transient or attempt >= self._retries or late:
                 if fault.transient:
+                    budget.fault = fault
                     self._count("gave_up")
                 raise StoreFailed(fault)
             self._count("retries")

@@ -33,8 +33,8 @@ def _add_tiers(benches: Any) -> None:
         help="stores and loads of a tier beside memcpy, plain files or a raw client",
         description="Store and load blocks through a tier's own workers, and in turns with that move the same"
         " bytes by memcpy, by plain sequential file access in the same folder (as dd does) and, for an"
-        " object store, by its client alone. Every byte is compared. Figures are medians of the rounds; what"
-        " is in the page cache is read from there unless --cold is given.",
+        " object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain"
+        " files are read from the page cache unless --cold is given; whether the tier is, is up to --io.",
     )
     tiers.add_argument("--path", metavar="DIR", help="measure a filesystem tier in here (default: .)")
     tiers.add_argument("--url", metavar="URL", help="measure an object tier, such as s3://bucket/prefix")
@@ -45,6 +45,9 @@ def _add_tiers(benches: Any) -> None:
     )
     tiers.add_argument("--total", type=size, default=256 << 20, metavar="SIZE", help="default: 256MiB")
     tiers.add_argument("--rounds", type=count, default=3, help="default: 3")
+    tiers.add_argument(
+        "--io", choices=("auto", "direct", "buffered"), default="auto", help="as in a tier file"
+    )
     tiers.add_argument("--cold", action="store_true", help="read past the page cache as well")
     tiers.add_argument("--json", action="store_true", help="print one JSON list")
 
@@ -77,7 +80,7 @@ def _run_tiers(args: argparse.Namespace) -> int:
     from kvtierd.errors import ExitCode
 
     sizes = tuple(args.block_bytes or (256 << 10, 1 << 20, 4 << 20))
-    settings = bench_tiers.Settings(sizes, args.total, args.rounds, args.cold)
+    settings = bench_tiers.Settings(sizes, args.total, args.rounds, args.cold, args.io)
     results = []
     if args.path or not args.url:
         results += bench_tiers.measure_folder(Path(args.path or "."), settings)

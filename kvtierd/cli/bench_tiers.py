@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -45,6 +45,7 @@ class Settings:
     total_bytes: int
     rounds: int
     cold: bool
+    io: Literal["auto", "direct", "buffered"] = "auto"
 
 
 @dataclass
@@ -146,8 +147,8 @@ def measure_folder(path: Path, settings: Settings) -> list[Result]:
         free = shutil.disk_usage(folder).free
         if free < 4 * settings.total_bytes:
             raise TierError("bench", f"{path} has {free} bytes free; needs {4 * settings.total_bytes}")
-        tier = FsTier(name="bench", path=folder / "tier", max_bytes="unlimited")
-        place = f"{path} ({filesystem_of(folder)})"
+        tier = FsTier(name="bench", path=folder / "tier", max_bytes="unlimited", io=settings.io)
+        place = f"{path} ({filesystem_of(folder)}, io {settings.io})"
         return [_run(_folder_rounds(tier, folder, place, size, settings)) for size in settings.block_bytes]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

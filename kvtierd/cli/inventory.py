@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from kvtierd.client import Client
 
     client = Client(str(control_socket(args)), deadline=args.deadline)
-    total = sum(tier["blocks"] for tier in client.status()["tiers"] if args.tier in (None, tier["name"]))
+    known = client.status().get("tiers", ())  # none yet while the daemon starts
+    total = sum(tier["blocks"] for tier in known if args.tier in (None, tier["name"]))
     counts = Counts()
     with Progress("inventory", total, quiet=args.blocks) as progress:
         for page in client.survey(args.tier):

@@ -24,6 +24,7 @@ from kvtierd.core.invariants import validate
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Medium
+from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer
@@ -161,7 +162,12 @@ class Daemon:
         return Ladder(
             pool_id=pool.pool_id,
             pool_bytes=pool.bytes,
-            primary=TierSpec(name=primary.name, medium=Medium.CPU, events=primary.events),
+            primary=TierSpec(
+                name=primary.name,
+                medium=Medium.CPU,
+                events=primary.events,
+                policy=POLICIES[primary.policy],
+            ),
             secondaries=specs,
             job_ttl=config.engine.job_ttl,
             lease_ttl=config.engine.lease_ttl,

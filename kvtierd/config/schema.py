@@ -98,7 +98,9 @@ PluginType = Annotated[
     str, WithJsonSchema({"type": "string", "not": {"enum": list(plugins.BUILT_IN)}, "minLength": 1})
 ]
 VariableName = Annotated[str, AfterValidator(check_variable)]
-Policy = Literal["lru"]
+Policy = Literal["auto", "lru", "s3fifo", "arc"]
+"""What leaves a full tier first; the names of :data:`kvtierd.core.policies.POLICIES`."""
+
 Workers = Annotated[int, Field(ge=1, le=64)]
 
 
@@ -123,7 +125,7 @@ class CpuTier(_Section):
 
     name: Name
     type: Literal["cpu"] = "cpu"
-    policy: Policy = "lru"
+    policy: Policy = "auto"
     events: bool = True
 
 
@@ -138,7 +140,7 @@ class _StorageTier(_Section):
     name: Name
     locality: LocalityField | None = None
     events: bool = True
-    policy: Policy = "lru"
+    policy: Policy = "auto"
     readers: Workers = 4
     writers: Workers = 2
     inflight_bytes: Size = 256 << 20

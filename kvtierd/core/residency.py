@@ -9,12 +9,16 @@ a child may arrive before its parent.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from kvtierd.core.model import Block, BlockId
 from kvtierd.core.policies.base import Policy
 
 Link = tuple[str, int, "int | bytes"]
+
+_NOBODY: Final[list[int]] = []
+"""Shared by all blocks that no load can wait for."""
 
 
 class State(enum.Enum):
@@ -30,20 +34,25 @@ class Node:
     """One block in one tier.
 
     ``pins`` counts who needs the bytes to stay: jobs, leases, running operations, quarantines. A node that is
-    ``gone`` has left the set but keeps its slot until the last pin is taken away.
+    ``gone`` has left the set but keeps its slot until the last pin is taken away. ``source`` names the tier
+    that a promoted block came from. ``touch`` (time of the last use, in insertions), ``hits``, ``stamp``,
+    ``place`` and ``shelf`` are the policy's. Only a LOADING block has ``waiters`` (numbers of loads).
     """
 
     __slots__ = (
         "block",
         "generation",
         "gone",
+        "hits",
         "link",
-        "offered",
         "parent",
         "pins",
+        "place",
+        "shelf",
         "size",
         "slot",
         "source",
+        "stamp",
         "state",
         "touch",
         "waiters",
@@ -59,16 +68,19 @@ class Node:
         self.generation = generation
         self.size = size
         self.pins = 0
-        self.touch = 0
-        self.offered = 0
         self.gone = False
+        self.touch = 0
+        self.hits = 0
+        self.stamp = 0
+        self.place = -1
+        self.shelf: Any = None
         self.link: Link = (namespace, key.group, block.hashes[-1])
         meta = block.meta
         self.parent: Link | None = (
             (namespace, key.group, meta.parent) if meta is not None and meta.parent is not None else None
         )
         self.source = ""
-        self.waiters: list[int] = []
+        self.waiters: list[int] = [] if state is State.LOADING else _NOBODY
 
     def __repr__(self) -> str:
         gone = " gone" if self.gone else ""
@@ -81,9 +93,11 @@ class ResidentSet:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._chosen: Node | None = None
         self.nodes: dict[BlockId, Node] = {}
         self._children: dict[Link, int] = {}
-        self._owners: dict[Link, list[Node]] = {}
+        self._owners: dict[Link, Node | list[Node]] = {}
+        """By event hash; a list only where several blocks share one."""
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -106,20 +120,47 @@ class ResidentSet:
         if node.parent is not None and self._closes_a_cycle(node):
             node.parent = None  # such a ring of parents could never be evicted
         self.nodes[node.block.id] = node
-        self._owners.setdefault(node.link, []).append(node)
+        self._own(node)
         if node.parent is not None:
-            self._children[node.parent] = self._children.get(node.parent, 0) + 1
-        self._policy.touch(node)
+            self._protect(node)
+        self._policy.inserted(node)
         self.offer(node)
+
+    def _own(self, node: Node) -> None:
+        there = self._owners.get(node.link)
+        if there is None:
+            self._owners[node.link] = node
+        elif isinstance(there, Node):
+            self._owners[node.link] = [there, node]
+        else:
+            there.append(node)
+
+    def _protect(self, node: Node) -> None:
+        """Count a child for its parent's hash; with the first one its owners can go no more."""
+        assert node.parent is not None
+        parents = self._owners_of(node.parent)
+        if parents:
+            node.parent = parents[0].link  # the same tuple: there are as many as there are blocks
+        before = self._children.get(node.parent, 0)
+        self._children[node.parent] = before + 1
+        if not before:
+            for parent in parents:
+                self._withdraw(parent)
+
+    def _owners_of(self, link: Link) -> Sequence[Node]:
+        there = self._owners.get(link)
+        if there is None:
+            return ()
+        return (there,) if isinstance(there, Node) else there
 
     def remove(self, node: Node) -> None:
         """Take a block out; its parent may become evictable. A pinned node keeps its slot till unpinned."""
         del self.nodes[node.block.id]
         node.gone = True
-        owners = self._owners[node.link]
-        owners.remove(node)
-        if not owners:
-            del self._owners[node.link]
+        self._withdraw(node)
+        self._disown(node)
+        self._policy.removed(node, evicted=node is self._chosen)
+        self._chosen = None
         if node.parent is None:
             return
         left = self._children[node.parent] - 1
@@ -127,12 +168,22 @@ class ResidentSet:
             self._children[node.parent] = left
             return
         del self._children[node.parent]
-        for parent in self._owners.get(node.parent, ()):
+        for parent in self._owners_of(node.parent):
             self.offer(parent)
+
+    def _disown(self, node: Node) -> None:
+        there = self._owners[node.link]
+        if isinstance(there, Node):
+            del self._owners[node.link]
+            return
+        there.remove(node)
+        if not there:
+            del self._owners[node.link]
 
     def pin(self, node: Node) -> None:
         """Keep the block's bytes in place."""
         node.pins += 1
+        self._withdraw(node)
 
     def unpin(self, node: Node) -> None:
         """Take one pin away; a block without pins may be evicted."""
@@ -142,12 +193,14 @@ class ResidentSet:
 
     def touch(self, node: Node) -> None:
         """Note a use of the block."""
-        self._policy.touch(node)
-        self.offer(node)
+        self._policy.touched(node)
 
     def victim(self) -> Node | None:
         """Return the block that eviction takes next, or ``None`` when all are pinned or parents."""
-        return self._policy.victim(self.evictable)
+        while (node := self._policy.victim()) is not None and not self.evictable(node):
+            self._withdraw(node)  # somebody raised its pins past this set
+        self._chosen = node
+        return node
 
     def evictable(self, node: Node) -> bool:
         """Whether the block is in the set, unpinned and a leaf."""
@@ -163,8 +216,12 @@ class ResidentSet:
 
     def offer(self, node: Node) -> None:
         """Tell the policy of a block that became evictable; no effect on others."""
-        if self.evictable(node):
+        if node.place < 0 and self.evictable(node):
             self._policy.offer(node)
+
+    def _withdraw(self, node: Node) -> None:
+        if node.place >= 0:
+            self._policy.withdraw(node)
 
     def _closes_a_cycle(self, node: Node) -> bool:
         if node.parent == node.link:
@@ -177,7 +234,7 @@ class ResidentSet:
             if link == node.link:
                 return True
             seen.add(link)
-            owners = self._owners.get(link)
+            owners = self._owners_of(link)
             link = owners[0].parent if owners else None
         return False
 

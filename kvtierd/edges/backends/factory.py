@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtierd.config.schema import FsTier, PluginTier, StorageTier
 from kvtierd.core.model import Medium
+from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges.backends.base import Backend, Probing, Reserving
 from kvtierd.edges.backends.fs import FsBackend
@@ -19,7 +20,9 @@ def make_backend(tier: StorageTier) -> Backend:
         ConfigError: its type is a package's, and that cannot be used.
     """
     if isinstance(tier, FsTier):
-        return FsBackend(tier.name, tier.path)
+        return FsBackend(
+            tier.name, tier.path, io=tier.io, fsync=tier.fsync, shared=tier.shared, min_free=tier.min_free
+        )
     if isinstance(tier, PluginTier):
         return make_added(tier.name, tier.type, tier.options)
     if tier.url.startswith("memory://"):
@@ -41,6 +44,7 @@ def make_spec(tier: StorageTier, backend: Backend, pool_bytes: int) -> TierSpec:
         medium=Medium.STORAGE,
         locality=tier.locality,
         events=tier.events,
+        policy=POLICIES[tier.policy],
         capacity=capacity,
         budget=max(1, min(tier.inflight_bytes, pool_bytes // 2)),
         estimate=backend.estimate,

@@ -1,0 +1,145 @@
+"""The default: evicts what is worth least by what this workload has taught so far.
+
+Blocks are sorted into classes by how often they were used, evicted ones remembered. :mod:`reuse` learns for
+each class how long its blocks wait for their next use; what a block is worth then depends on its class and
+age. Where recency is the best guide it evicts as LRU does; where blocks come back only after a pause that is
+longer than the cache can wait for all of them, it keeps some long enough instead of all too short; a scan
+or a tail that is never asked for again leaves first.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+from kvtierd.core.policies.base import Aging
+from kvtierd.core.policies.ghosts import Ghosts
+from kvtierd.core.policies.reuse import BUCKETS, ReuseTimes, age_bucket
+
+if TYPE_CHECKING:
+    from kvtierd.core.residency import Node
+
+_MOST_USES = 3
+_PROMOTED = _MOST_USES + 1
+"""Brought up from another tier and not used since: its use is yet to come."""
+
+_CLASSES = _PROMOTED + 1
+_LESSON = 1024
+_RESHELVED = 8
+"""Blocks whose age is looked at with every eviction; one that grew into another bucket moves there."""
+
+_GHOSTS = 1 << 16
+
+
+class Auto(Aging):
+    """Shelves of evictable blocks, one for each class and age bucket, ordered by worth.
+
+    ``stamp``: the class; ``shelf``: the list that an offered block is on; ``place``: its index there;
+    ``hits``: uses since it was first seen, as far as it is remembered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reuse = ReuseTimes(_CLASSES)
+        self._ghosts = Ghosts()
+        self._shelves: list[list[Node]] = [[] for _ in range(_CLASSES * BUCKETS)]
+        self._next_lesson = _LESSON
+        self._hand = (0, 0)
+        self._worst_first: list[list[Node]] = []
+        self._learn()
+
+    def inserted(self, node: Node) -> None:
+        """Class the block by what is remembered of it."""
+        self._arrive(node)
+        known = self._ghosts.take(node.block.id)
+        if node.source:
+            node.hits, node.stamp = known or 0, _PROMOTED
+        else:
+            node.hits = 0 if known is None else known + 1
+            node.stamp = min(node.hits, _MOST_USES)
+        self._reuse.used(node.block.id, node.stamp, self.clock, self.residents)
+        if self.clock >= self._next_lesson:
+            self._next_lesson = self.clock + max(_LESSON, self.residents // 2)
+            self._learn()
+
+    def touched(self, node: Node) -> None:
+        """Count another use, and the first of a promoted block however soon it comes."""
+        if not self._is_another_use(node) and node.stamp != _PROMOTED:
+            return
+        node.touch = self.clock
+        node.hits += 1
+        node.stamp = min(node.hits, _MOST_USES)
+        self._reuse.used(node.block.id, node.stamp, self.clock, self.residents)
+        if node.place >= 0:
+            self._reshelve(node)
+
+    def offer(self, node: Node) -> None:
+        """Put the block on the shelf of its class and age."""
+        node.shelf = self._shelf_of(node)
+        node.place = len(node.shelf)
+        node.shelf.append(node)
+
+    def withdraw(self, node: Node) -> None:
+        """Take the block off its shelf; the shelf's last one gets its place."""
+        last = node.shelf.pop()
+        if last is not node:
+            node.shelf[node.place] = last
+            last.place = node.place
+        node.place = -1
+        node.shelf = None
+
+    def removed(self, node: Node, *, evicted: bool) -> None:
+        """Remember how often an evicted block was used; an insertion that came to nothing is undone."""
+        self.residents -= 1
+        if evicted:
+            limit = min(8 * self.residents, max(_GHOSTS, self.residents // 2))
+            self._ghosts.put(node.block.id, node.hits, limit)
+        else:
+            self._reuse.forget(node.block.id)
+
+    def victim(self) -> Node | None:
+        """Return a block of the worst shelf that has any."""
+        self._age()
+        while (shelf := next(filter(None, self._worst_first), None)) is not None:
+            node = shelf[0]
+            if self._shelf_of(node) is shelf:
+                return node
+            self._reshelve(node)  # it is older than its shelf by now
+        return None
+
+    def _shelf_of(self, node: Node) -> list[Node]:
+        return self._shelves[node.stamp * BUCKETS + age_bucket(self.clock - node.touch)]
+
+    def _reshelve(self, node: Node) -> None:
+        self.withdraw(node)
+        self.offer(node)
+
+    def _learn(self) -> None:
+        """Order the shelves by worth; of equal ones the older goes first."""
+        worth = self._reuse.worth(self.clock)
+        order = sorted(
+            product(range(_CLASSES), range(BUCKETS)), key=lambda at: (worth[at[0]][at[1]], -at[1], at[0])
+        )
+        self._worst_first = [self._shelves[kind * BUCKETS + bucket] for kind, bucket in order]
+
+    def _age(self) -> None:
+        """Move a few blocks on that outgrew their shelf; the hand goes round over all shelves."""
+        number, at = self._hand
+        for _ in range(_RESHELVED):
+            shelf = self._shelves[number]
+            if at >= len(shelf):
+                number, at = self._next_shelf(number), 0
+                continue
+            if self._shelf_of(shelf[at]) is shelf:
+                at += 1
+            else:
+                self._reshelve(shelf[at])
+        self._hand = (number, at)
+
+    def _next_shelf(self, number: int) -> int:
+        """Return the number of the next shelf, round the end, that has a block."""
+        count = len(self._shelves)
+        for step in range(1, count + 1):
+            if self._shelves[(number + step) % count]:
+                return (number + step) % count
+        return number

@@ -1,89 +1,208 @@
-"""One file per block in a folder: unique temporaries, rename, and every read proved (``FORMAT.md``)."""
+"""The filesystem backend: big blocks as files, small ones packed, every read proved (``FORMAT.md``)."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import logging
 import os
-import stat
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.model import Block, BlockId, Layout
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
-from kvtierd.edges.backends import fs_format, fs_tree
+from kvtierd.edges.backends import fs_faults, fs_files, fs_format, fs_tree
 from kvtierd.edges.backends.base import Transfer
-from kvtierd.edges.backends.fs_format import Flaw, FormatError, Header
+from kvtierd.edges.backends.fs_files import FileStore
+from kvtierd.edges.backends.fs_format import FormatError
+from kvtierd.edges.backends.fs_io import Fsync, Io, Mode
+from kvtierd.edges.backends.fs_lock import RootLock
+from kvtierd.edges.backends.fs_packed import PACK_BELOW, PackedStore, Place, SegmentFiles
+from kvtierd.edges.backends.fs_quarantine import Quarantine
 from kvtierd.edges.backends.fs_scan import FsScan
-from kvtierd.edges.backends.fs_tree import Folders, Quarantine
+from kvtierd.edges.backends.fs_space import Room
+from kvtierd.edges.backends.fs_tree import Folders
 from kvtierd.errors import TierError
 
-# O_NONBLOCK: opening a FIFO that somebody left under a block's name must not block; files do not care.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+log = logging.getLogger(__name__)
 
-Vector = Sequence[bytes | bytearray | memoryview]
+_LOGGED_REASONS = 64
+
+_What = Literal["write", "read", "delete"]
 
 
 class FsBackend:
-    """Storage of a filesystem tier; safe to call from several threads and to share by several daemons.
+    """Storage of a filesystem tier; safe to call from several threads.
 
-    A missing file is GONE; one that is not provably the block is CORRUPT; no space is FULL; every other
-    error of the system is FAILED and leaves the file where it is.
+    A missing block is GONE; one that is not provably itself is CORRUPT; no space is FULL; every other error
+    of the system is FAILED and leaves the block where it is. ``io`` and ``fsync``: :mod:`.fs_io`.
+    ``shared``: other daemons use the root as well; then nothing is packed. ``min_free``: bytes that writes
+    leave free on the filesystem. ``quarantine``: how many corrupt blocks are kept for a look. ``pack_below``:
+    from which payload size on a block has a file of its own.
     """
 
-    def __init__(self, name: str, root: str | os.PathLike[str], *, quarantine: int = 64) -> None:
+    def __init__(
+        self,
+        name: str,
+        root: str | os.PathLike[str],
+        *,
+        io: Mode = "auto",
+        fsync: Fsync = "none",
+        shared: bool = False,
+        min_free: int | None = None,
+        quarantine: int = 64,
+        pack_below: int = PACK_BELOW,
+    ) -> None:
         self.name = name
         self.root = Path(root)
+        self.shared = shared
+        self._min_free = min_free
         self._device: int | None = None
+        self._inode = 0
+        self._lock: RootLock | None = None
+        self._packing = False
+        self._pack_below = pack_below
+        self._io = Io(io, fsync)
         self._quarantine = Quarantine(quarantine)
+        self._files = FileStore(self._io, self._quarantine, self._count)
+        self._packed = PackedStore(self._io, self._quarantine, self._count)
+        self._loose: set[BlockId] = set()
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+        self._mutex = threading.Lock()
+        self._adopting = threading.Lock()
+        self._scanning = threading.Lock()
+
+    # -- life ---------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make the root and prove that it can be written.
+        """Make the root, take it and prove that it can be written.
 
         Raises:
-            TierError: it cannot.
+            TierError: it cannot, or another daemon has it.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with Folders(self.root, None) as folders:
-                folders.quarantine()
-                blocks = folders.blocks(create=True)
-                fd, probe = fs_tree.create_temporary(blocks)
-                os.close(fd)
-                os.unlink(probe, dir_fd=blocks)
-                self._device = os.fstat(folders.root).st_dev
+                self._adopt(folders)
         except OSError as error:
+            self.close()
             hint = "make it a folder that this user can write, or change the tier's path"
+            if error.errno == errno.EBUSY:
+                hint = "give each daemon a path of its own, or set shared: true for all of them"
             raise TierError(self.name, f"cannot use {self.root}: {error.strerror}; {hint}") from error
 
+    def _adopt(self, folders: Folders) -> None:
+        """Take a root that is new to this process and find out what its filesystem can do."""
+        self.close()
+        self._lock = RootLock(folders.root, shared=self.shared)
+        folders.quarantine()
+        fd, probe = fs_tree.create_temporary(folders.blocks(create=True))
+        try:
+            self._io.probe(fd)
+        finally:
+            os.close(fd)
+            os.unlink(probe, dir_fd=folders.blocks())
+        info = os.fstat(folders.root)
+        self._device, self._inode = info.st_dev, info.st_ino
+        self._packing = not self.shared and self._lock.alone and self._io.punches
+        self._packed.reset()
+        self._loose.clear()
+        if self._packing:
+            self._packed.adopt(folders)
+        elif self._lock.alone:  # nobody would count or delete them
+            self._packed.remove_all(folders)
+        if self.shared:
+            self._lock.share()
+        self._quarantine.trim(folders)
+
     def close(self) -> None:
-        """Nothing stays open between calls."""
+        """Give the root up; nothing else stays open between calls."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # -- figures ------------------------------------------------------------------------------------
 
     def estimate(self, block: Block) -> int:
-        """Return exactly what the block's file will occupy, in bytes."""
+        """Return exactly what the block's file or slot will occupy, in bytes."""
         return fs_format.stored_bytes(block)
+
+    def reserve(self, max_bytes: int) -> int:
+        """Return what of ``max_bytes`` is for the quarantine, spare slots, folders and leftovers.
+
+        A quarter each bounds the first two; the rest is for folders, segments' tables and temporaries of
+        writers that were killed. Folders take up to a mebibyte a namespace; below 16 MiB they may not fit.
+        """
+        reserved = min(max_bytes // 2, max_bytes // 16 + (1 << 20))
+        self._quarantine.limit(min(reserved // 4, 1 << 30))
+        self._packed.slots.spare_limit = min(reserved // 4, 1 << 30)
+        with contextlib.suppress(OSError), Folders(self.root, self._device) as folders:
+            self._quarantine.trim(folders)
+        return reserved
 
     def statistics(self) -> dict[str, int]:
         """Return a copy of the counters, among them one per flaw found and what scans met."""
-        with self._lock:
-            return dict(self._counts)
+        slots = self._packed.slots
+        now = {
+            "packed_blocks": len(slots),
+            "segments": slots.segment_count,
+            "spare_bytes": slots.spare_bytes,
+            "direct_io": int(self._io.direct),
+        }
+        with self._mutex:
+            return {**self._counts, **now}
 
     def _count(self, what: str, by: int = 1) -> None:
-        with self._lock:
+        with self._mutex:
             self._counts[what] += by
+
+    # -- content ------------------------------------------------------------------------------------
 
     def scan(self) -> Iterator[list[FoundBlock]]:
         """Yield all blocks whose header and size are right, least recently used first."""
-        return FsScan(self.root, self._device, self._quarantine, self._count).run()
+        with self._scanning:
+            yield from self._new_scan().run()
+
+    def _new_scan(self, *, names: bool = True) -> FsScan:
+        return FsScan(
+            self.root,
+            self._device,
+            self._quarantine,
+            self._count,
+            packed=self._packed if self._packing else None,
+            alone=self._lock is not None and self._lock.alone,
+            loose=self._loose,
+            pack_below=self._pack_below,
+            names=names,
+        )
+
+    def probe(self, ids: Sequence[BlockId]) -> list[FoundBlock]:
+        """Return those of the blocks that have a file with a right header and size.
+
+        Raises:
+            TierError: the root cannot be read.
+        """
+        found = []
+        try:
+            with Folders(self.root, self._device) as folders:
+                for block_id in ids:
+                    try:
+                        found.append(self._files.probe(folders, block_id))
+                    except (FileNotFoundError, NotADirectoryError):
+                        continue
+                    except FormatError as error:
+                        self._count(f"probe: {error}")
+        except OSError as error:
+            raise TierError(self.name, fs_faults.describe(error)) from error
+        return found
 
     def describe(self, namespace: str, layout: Layout) -> None:
         """Write the namespace's readable record, best effort."""
@@ -101,177 +220,171 @@ class FsBackend:
                 raise OSError(errno.EINVAL, "not a namespace")
             with Folders(self.root, self._device) as folders:
                 folder = folders.namespace(namespace, create=True)
-                _publish(folder, fs_tree.RECORD, [text])
+                fs_files.publish(folder, fs_tree.RECORD, fs_files.write_all([text]))
         except OSError:
             self._count("describe_failed")
 
+    # -- blocks -------------------------------------------------------------------------------------
+
     def write(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Store blocks under their names; nobody ever sees half a file."""
-        return self._each(
-            [transfer.block.id for transfer in transfers],
-            lambda folders, i: self._write(folders, transfers[i]),
-            reading=False,
-        )
+        """Store blocks; nobody ever sees half a block."""
+        ids = [transfer.block.id for transfer in transfers]
+        return self._call("write", ids, lambda files: self._write_all(files, transfers))
 
     def read(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read blocks straight into their memory and prove header, identity, length and payload."""
-        return self._each(
+        return self._call(
+            "read",
             [transfer.block.id for transfer in transfers],
-            lambda folders, i: self._read(folders, transfers[i]),
-            reading=True,
+            lambda files: [
+                self._guarded(files, "read", transfer.block.id, lambda t=transfer: self._read(files, t))  # type: ignore[misc]
+                for transfer in transfers
+            ],
         )
 
     def delete(self, ids: Sequence[BlockId], *, corrupt: bool = False) -> list[Outcome]:
-        """Unlink blocks, or move them to the quarantine."""
-        return self._each(ids, lambda folders, i: self._delete(folders, ids[i], corrupt), reading=False)
+        """Delete blocks, or move them to the quarantine."""
+        return self._call(
+            "delete",
+            ids,
+            lambda files: [
+                self._guarded(files, "delete", one, lambda one=one: self._delete(files, one, corrupt))  # type: ignore[misc]
+                for one in ids
+            ],
+        )
 
-    def _each(
-        self, ids: Sequence[BlockId], act: Callable[[Folders, int], Outcome], *, reading: bool
+    def _call(
+        self, what: _What, ids: Sequence[BlockId], act: Callable[[SegmentFiles], list[Outcome]]
     ) -> list[Outcome]:
-        """Run ``act`` per block; errors of the system become outcomes."""
+        """Open what a call needs and act; what goes wrong before any block is the outcome of each."""
         if not ids:
             return []
         try:
-            with Folders(self.root, self._device) as folders:
-                return [self._guarded(folders, i, block_id, act, reading) for i, block_id in enumerate(ids)]
+            with (
+                Folders(self.root, self._device, create=what == "write") as folders,
+                SegmentFiles(folders) as files,
+            ):
+                if what == "write" and folders.inode != self._inode:
+                    self._adopt_replaced(folders)
+                return act(files)
         except OSError as error:
-            return [self._outcome(block_id, Status.FAILED, _describe(error)) for block_id in ids]
+            return [
+                self._outcome(what, block_id, Status.FAILED, fs_faults.describe(error)) for block_id in ids
+            ]
+
+    def _adopt_replaced(self, folders: Folders) -> None:
+        with self._adopting:
+            if folders.inode != self._inode:
+                log.warning("tier %s: %s is another folder than before", self.name, self.root)
+                self._adopt(folders)
 
     def _guarded(
-        self,
-        folders: Folders,
-        i: int,
-        block_id: BlockId,
-        act: Callable[[Folders, int], Outcome],
-        reading: bool,
+        self, files: SegmentFiles, what: _What, block_id: BlockId, act: Callable[[], Outcome]
     ) -> Outcome:
+        """Act on one block; errors of the system become outcomes."""
         try:
-            return act(folders, i)
+            return act()
         except FormatError as error:
-            return self._outcome(block_id, Status.CORRUPT if reading else Status.FAILED, str(error))
+            status = Status.CORRUPT if what == "read" else Status.FAILED
+            return self._outcome(what, block_id, status, str(error))
         except OSError as error:
-            return self._outcome(block_id, _status(error, reading), _describe(error))
+            status = fs_faults.status(error, reading=what == "read")
+            reason = fs_faults.describe(error, files.folders.root)
+            return self._outcome(what, block_id, status, reason)
 
-    def _outcome(self, block_id: BlockId, status: Status, reason: str) -> Outcome:
+    def _outcome(self, what: _What, block_id: BlockId, status: Status, reason: str) -> Outcome:
         self._count(f"{status.value}: {reason}")
+        if status in (Status.FAILED, Status.FULL):
+            self._log_once(f"{what}: {reason}")
         return Outcome(block_id, status, reason=reason)
 
-    def _write(self, folders: Folders, transfer: Transfer) -> Outcome:
-        block, data = transfer.block, transfer.data
-        if len(data) != block.payload_bytes:
-            return self._outcome(block.id, Status.FAILED, "payload length differs")
-        header = fs_format.encode(block, fs_format.digest(data))
-        with folders.of(block.id, create=True) as folder:
-            _publish(folder, fs_tree.file_name(block.id.key), [header, data])
-        return Outcome(block.id, Status.OK, len(header) + fs_format.aligned(len(data)))
+    def _log_once(self, fault: str) -> None:
+        with self._mutex:
+            if fault in self._logged or len(self._logged) >= _LOGGED_REASONS:
+                return
+            self._logged.add(fault)
+        log.warning("tier %s: %s; later ones are only counted", self.name, fault)
 
-    def _read(self, folders: Folders, transfer: Transfer) -> Outcome:
+    def _write_all(self, files: SegmentFiles, transfers: Sequence[Transfer]) -> list[Outcome]:
+        room = Room(files.folders, self._min_free)
+        placed: dict[int, Place] = {}
+        outcomes = []
+        for i, transfer in enumerate(transfers):
+            outcome = self._guarded(
+                files,
+                "write",
+                transfer.block.id,
+                lambda i=i, t=transfer: self._write(files, t, room, placed, i),  # type: ignore[misc]
+            )
+            outcomes.append(outcome)
+        try:
+            for file in files:
+                self._io.sync(file.fd)
+        except OSError as error:
+            for i, place in placed.items():
+                self._packed.discard(files, place)
+                outcomes[i] = self._outcome(
+                    "write", outcomes[i].id, fs_faults.status(error, reading=False), fs_faults.describe(error)
+                )
+            return outcomes
+        self._packed.written(files, placed.values())
+        for i, place in placed.items():
+            outcomes[i] = self._guarded(
+                files,
+                "write",
+                outcomes[i].id,
+                lambda i=i, place=place: self._publish(files, outcomes[i], place),  # type: ignore[misc]
+            )
+        return outcomes
+
+    def _write(
+        self, files: SegmentFiles, transfer: Transfer, room: Room, placed: dict[int, Place], i: int
+    ) -> Outcome:
         block = transfer.block
-        with folders.of(block.id) as folder:
-            fd = os.open(fs_tree.file_name(block.id.key), _READ, dir_fd=folder)
-        try:
-            _load(fd, block, transfer.data).check_payload(transfer.data)
-            _touch(fd)
-        finally:
-            with contextlib.suppress(OSError):  # an error of close after a full read is harmless
-                os.close(fd)
-        return Outcome(block.id, Status.OK)
+        if len(transfer.data) != block.payload_bytes:
+            return self._outcome("write", block.id, Status.FAILED, "payload length differs")
+        size = fs_format.stored_bytes(block)
+        if not room.take(size):
+            return self._outcome("write", block.id, Status.FULL, "less than min_free would stay free")
+        if self._packing and block.payload_bytes < self._pack_below:
+            fs_tree.check_id(block.id)
+            placed[i] = self._packed.put(files, transfer)
+        else:
+            self._files.write(files.folders, transfer)
+        return Outcome(block.id, Status.OK, size)
 
-    def _delete(self, folders: Folders, block_id: BlockId, corrupt: bool) -> Outcome:
-        try:
-            with folders.of(block_id) as folder:
-                if corrupt:
-                    self._quarantine.move(folders, folder, block_id)
-                    self._count("quarantined")
-                else:
-                    os.unlink(fs_tree.file_name(block_id.key), dir_fd=folder)
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # gone already, or a link or file stands in the folder's place: the block is not there
+    def _publish(self, files: SegmentFiles, outcome: Outcome, place: Place) -> Outcome:
+        """Make a packed block visible, in the place of whatever was stored under its id."""
+        self._packed.publish(files, outcome.id, place)
+        if outcome.id in self._loose:
+            self._files.delete(files.folders, outcome.id, corrupt=False)
+            self._loose.discard(outcome.id)
+        return outcome
+
+    def _read(self, files: SegmentFiles, transfer: Transfer) -> Outcome:
+        if len(transfer.data) != transfer.block.payload_bytes:
+            return self._outcome("read", transfer.block.id, Status.FAILED, "payload length differs")
+        if not self._packed.read(files, transfer) and not (
+            self._index_packed() and self._packed.read(files, transfer)
+        ):
+            self._files.read(files.folders, transfer)
+        return Outcome(transfer.block.id, Status.OK)
+
+    def _delete(self, files: SegmentFiles, block_id: BlockId, corrupt: bool) -> Outcome:
+        if not self._packed.delete(files, block_id, corrupt=corrupt) or block_id in self._loose:
+            if self._index_packed():
+                return self._delete(files, block_id, corrupt)
+            self._files.delete(files.folders, block_id, corrupt=corrupt)
+            self._loose.discard(block_id)
         return Outcome(block_id, Status.OK)
 
-
-def _describe(error: OSError) -> str:
-    code = errno.errorcode.get(error.errno or 0, "OSError")
-    return f"{code}: {error.strerror}"
-
-
-def _status(error: OSError, reading: bool) -> Status:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Status.FULL
-    if reading and error.errno == errno.ENOENT:
-        return Status.GONE
-    if reading and error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link or file in the way: not ours
-        return Status.CORRUPT
-    return Status.FAILED
-
-
-def _touch(fd: int) -> None:
-    """Record the use of a file, best effort; with our own clock, which is finer than the kernel's tick."""
-    with contextlib.suppress(OSError):
-        now = time.time_ns()
-        os.utime(fd, ns=(now, now))
-
-
-def _publish(folder: int, name: str, content: Vector) -> None:
-    """Write a temporary and rename it; on any error nothing of it stays.
-
-    Raises:
-        OSError: it was not written; an older file of the name is untouched.
-    """
-    fd, temporary = fs_tree.create_temporary(folder)
-    try:
+    def _index_packed(self) -> bool:
+        """Index the segments of an earlier run now, unless a scan did or does; say whether it was done."""
+        if not self._packed.unproved or not self._scanning.acquire(blocking=False):
+            return False
         try:
-            size = sum(len(part) for part in content)
-            if _move(os.pwritev, fd, content, 0) != size:
-                raise OSError(errno.EIO, "short write")
-            _touch(fd)
+            for _ in self._new_scan(names=False).run():
+                pass
         finally:
-            os.close(fd)
-        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-
-
-def _move(call: Callable[[int, Vector, int], int], fd: int, vector: Vector, offset: int) -> int:
-    """Repeat ``preadv`` or ``pwritev`` until all is moved or nothing moves; return the bytes moved."""
-    total = 0
-    left: list[bytes | bytearray | memoryview] = list(vector)
-    while left:
-        moved = call(fd, left, offset + total)
-        if moved == 0:
-            break
-        total += moved
-        while left and moved >= len(left[0]):
-            moved -= len(left.pop(0))
-        if moved:
-            left[0] = memoryview(left[0])[moved:]
-    return total
-
-
-def _load(fd: int, block: Block, data: memoryview) -> Header:
-    """Read a block's file; the payload's checksum is still to be checked.
-
-    One system call when the header is as long as this daemon would have written it; one more when not
-    (another daemon may have stored the block with other event metadata).
-
-    Raises:
-        FormatError: the file is not that block.
-    """
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        raise FormatError(Flaw.FOREIGN)
-    if len(data) != block.payload_bytes:
-        raise OSError(errno.EINVAL, "payload length differs")
-    region = bytearray(fs_format.header_bytes(block))
-    got = _move(os.preadv, fd, [region, data], 0)
-    offset = fs_format.data_offset(memoryview(region)[:got])
-    if offset != len(region):
-        region = bytearray(offset)
-        got = _move(os.preadv, fd, [region, data], 0)
-    header = fs_format.decode(memoryview(region)[:got])
-    header.check(block, info.st_size)
-    if got != info.st_size:
-        raise FormatError(Flaw.SHORT)
-    return header
+            self._scanning.release()
+        return True

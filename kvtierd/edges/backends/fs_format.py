@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -58,7 +59,7 @@ class FormatError(KvtierdError):
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
     """The msgpack map in the header region. New fields get defaults; unknown fields are ignored."""
 
-    namespace: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    namespace: Annotated[str, Meta(min_length=32, max_length=32)]
     hash: KeyHash
     group: Index
     payload_bytes: Annotated[int, Meta(ge=1)]
@@ -66,6 +67,7 @@ class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
     meta: BlockMeta | None = None
 
 
+_sum = xxhash.xxh3_64_digest
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[_Metadata] = msgspec.msgpack.Decoder(_Metadata)
 
@@ -161,15 +163,11 @@ def encode(block: Block, payload_digest: bytes) -> bytes:
     return bytes(region)
 
 
-def data_offset(start: Buffer) -> int:
-    """Return the header region's length from its first ``PREFIX_BYTES`` bytes (nothing is proved yet).
-
-    Raises:
-        FormatError: not format v1, or lengths that no header has.
-    """
+def _prefix(start: Buffer) -> tuple[int, int, int, bytes]:
+    """Return the region's length, the metadata's, the payload's and its digest; raises as data_offset."""
     if len(start) < PREFIX_BYTES:
         raise FormatError(Flaw.SHORT)
-    magic, version, flags, offset, metadata, reserved, _, _ = _PREFIX.unpack_from(start)
+    magic, version, flags, offset, metadata, reserved, payload, payload_digest = _PREFIX.unpack_from(start)
     if magic != MAGIC:
         raise FormatError(Flaw.MAGIC)
     if version != VERSION:
@@ -177,7 +175,46 @@ def data_offset(start: Buffer) -> int:
     room = offset - PREFIX_BYTES - _CHECKSUM_BYTES
     if flags or reserved or not 0 < offset <= MAX_HEADER_BYTES or offset % ALIGN or metadata > room:
         raise FormatError(Flaw.LENGTHS)
-    return int(offset)
+    return offset, metadata, payload, payload_digest
+
+
+def data_offset(start: Buffer) -> int:
+    """Return the header region's length from its first ``PREFIX_BYTES`` bytes (nothing is proved yet).
+
+    Raises:
+        FormatError: not format v1, or lengths that no header has.
+    """
+    return _prefix(start)[0]
+
+
+def unseal(start: Buffer) -> tuple[int, memoryview, int, bytes]:
+    """Prove the header region at the beginning of ``start`` by its checksum; decode nothing.
+
+    Returns the region's length, the metadata's bytes, the payload's length and digest.
+
+    Raises:
+        FormatError: not format v1, lengths that no header has, or another checksum.
+    """
+    offset, length, payload, payload_digest = _prefix(start)
+    if len(start) < offset:
+        raise FormatError(Flaw.SHORT)
+    region = memoryview(start)
+    if _sum(region[: offset - _CHECKSUM_BYTES]) != region[offset - _CHECKSUM_BYTES : offset].tobytes():
+        raise FormatError(Flaw.HEADER)
+    return offset, region[PREFIX_BYTES : PREFIX_BYTES + length], payload, payload_digest
+
+
+def block_of(metadata: Buffer, payload_bytes: int) -> Block:
+    """Decode the metadata of a region that :func:`unseal` proved; raises :class:`FormatError`."""
+    try:
+        found = _decoder.decode(metadata)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise FormatError(Flaw.METADATA) from error
+    if found.payload_bytes != payload_bytes:
+        raise FormatError(Flaw.LENGTHS)
+    # One namespace string for all its blocks: a copy for each would cost 80 bytes a block.
+    block_id = BlockId(sys.intern(found.namespace), BlockKey(found.hash, found.group))
+    return Block(block_id, payload_bytes, found.meta, found.dp_rank)
 
 
 def decode(start: Buffer) -> Header:
@@ -186,18 +223,5 @@ def decode(start: Buffer) -> Header:
     Raises:
         FormatError: anything that :func:`encode` would not have written.
     """
-    offset = data_offset(start)
-    if len(start) < offset:
-        raise FormatError(Flaw.SHORT)
-    region = memoryview(start)[:offset]
-    if xxhash.xxh3_64_digest(region[:-_CHECKSUM_BYTES]) != region[-_CHECKSUM_BYTES:]:
-        raise FormatError(Flaw.HEADER)
-    _, _, _, _, length, _, payload, payload_digest = _PREFIX.unpack_from(region)
-    try:
-        found = _decoder.decode(region[PREFIX_BYTES : PREFIX_BYTES + length])
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise FormatError(Flaw.METADATA) from error
-    if found.payload_bytes != payload:
-        raise FormatError(Flaw.LENGTHS)
-    block_id = BlockId(found.namespace, BlockKey(found.hash, found.group))
-    return Header(Block(block_id, payload, found.meta, found.dp_rank), offset, payload_digest)
+    offset, metadata, payload, payload_digest = unseal(start)
+    return Header(block_of(metadata, payload), offset, payload_digest)

@@ -1,166 +1,259 @@
-"""Finds the blocks of a filesystem tier at start: names first, then headers in order of last use."""
+"""Finds the blocks of a filesystem tier at start: all headers, then decoded in order of last use."""
 
 from __future__ import annotations
 
 import os
-import stat
+import time
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 from kvtierd.core.model import BlockId
 from kvtierd.core.stimuli import FoundBlock
 from kvtierd.edges.backends import fs_format, fs_tree
 from kvtierd.edges.backends.fs_format import Flaw, FormatError
-from kvtierd.edges.backends.fs_tree import Folders, Quarantine
+from kvtierd.edges.backends.fs_packed import PackedStore, SegmentFiles
+from kvtierd.edges.backends.fs_quarantine import Quarantine
+from kvtierd.edges.backends.fs_scan_pool import Folder, FolderReader
+from kvtierd.edges.backends.fs_scan_worker import Proved
+from kvtierd.edges.backends.fs_segments import Segment
+from kvtierd.edges.backends.fs_tree import Folders
 
 BATCH = 512
-_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_Candidate = tuple[int, str, str]  # last use in nanoseconds, namespace, file name
+_File = tuple[int, str, Proved]
+"""A proved file: last use in nanoseconds, namespace, and what was read."""
+_Slot = tuple[int, Segment, int, BlockId | None]
+"""A slot: last use in nanoseconds, segment, number, and whose it should be where that is known."""
 
 
 class FsScan:
     """One scan. Reads headers only: payloads are proved when they are read.
 
     Bad entries never stop it. Well-named files that are provably not their block go to the quarantine,
-    unreadable ones, newer formats and foreign names stay as they are; ``count`` is told of all.
+    unreadable ones, newer formats and foreign names stay as they are; ``count`` is told of all. ``packed`` is
+    None where nobody packs; ``alone``: no other process writes below the root. ``loose`` collects the blocks
+    that have a file though they would be packed today. ``names`` false: only packed blocks.
     """
 
     def __init__(
-        self, root: Path, device: int | None, quarantine: Quarantine, count: Callable[[str], None]
+        self,
+        root: Path,
+        device: int | None,
+        quarantine: Quarantine,
+        count: Callable[..., None],
+        *,
+        packed: PackedStore | None,
+        alone: bool,
+        loose: set[BlockId],
+        pack_below: int,
+        names: bool = True,
+        processes: int | None = None,
     ) -> None:
         self._root = root
         self._device = device
         self._quarantine = quarantine
         self._count = count
+        self._packed = packed
+        self._alone = alone
+        self._loose = loose
+        self._pack_below = pack_below
+        self._names = names
+        self._processes = processes
+        self._started = time.time()
+        self._proved: dict[int, set[int]] = {}
 
     def run(self) -> Iterator[list[FoundBlock]]:
         """Yield batches of at most ``BATCH`` blocks, least recently used first."""
         try:
             with Folders(self._root, self._device) as folders:
-                candidates = sorted(self._candidates(folders))
+                candidates: list[_File | _Slot] = list(self._slots(folders))
+                wanted = list(self._folders(folders)) if self._names else []
+            for folder, content in FolderReader(self._root, self._device, self._processes).read(wanted):
+                self._note(folder, content.temporaries, content.bad, content.foreign, content.unreadable)
+                candidates.extend((proved[0], folder[0], proved) for proved in content.proved)
         except OSError:
             self._count("scan: unreadable")
             return
-        for start in range(0, len(candidates), BATCH):
-            found = self._prove(candidates[start : start + BATCH])
+        candidates.sort(key=itemgetter(0), reverse=True)
+        while candidates:
+            chunk = candidates[-BATCH:]
+            del candidates[-BATCH:]
+            found = self._decode(reversed(chunk))
             if found:
                 yield found
+        self._settle()
 
-    def _candidates(self, folders: Folders) -> Iterator[_Candidate]:
-        for namespace in self._subfolders(folders.blocks(), fs_tree.is_namespace):
+    # -- what there is ------------------------------------------------------------------------------
+
+    def _slots(self, folders: Folders) -> Iterator[_Slot]:
+        """List slots: all of segments that no scan has ended with, else those that hold a block."""
+        if self._packed is None:
+            return
+        with SegmentFiles(folders) as files:
+            for segment in list(self._packed.unproved.values()):
+                uses = self._uses(files, segment)
+                if uses is not None:
+                    self._proved[segment.number] = set()
+                    for slot, used in enumerate(uses):
+                        yield used, segment, slot, None
+            tables: dict[int, list[int]] = {}
+            for block_id, segment, slot in self._packed.slots.entries():
+                if segment.number in self._proved or segment.lost:
+                    continue
+                if segment.number not in tables:
+                    tables[segment.number] = self._uses(files, segment) or []
+                table = tables[segment.number]
+                yield table[slot] if slot < len(table) else 0, segment, slot, block_id
+
+    def _uses(self, files: SegmentFiles, segment: Segment) -> list[int] | None:
+        assert self._packed is not None
+        try:
+            return self._packed.uses(files, segment)
+        except (OSError, FormatError):
+            self._count("scan: unreadable")
+            return None
+
+    def _folders(self, folders: Folders) -> Iterator[Folder]:
+        try:
+            blocks = folders.blocks()
+        except FileNotFoundError:
+            return
+        for namespace in self._subfolders(blocks, fs_tree.is_namespace):
             try:
-                parent = fs_tree.open_folder(namespace, folders.blocks())
+                parent = folders.namespace(namespace)
             except OSError:
                 self._count("scan: unreadable")
                 continue
-            try:
-                for shard in self._subfolders(parent, fs_tree.is_shard):
-                    yield from self._files(parent, namespace, shard)
-            finally:
-                os.close(parent)
+            for shard in self._subfolders(parent, fs_tree.is_shard):
+                yield namespace, shard
 
     def _subfolders(self, parent: int, wanted: Callable[[str], bool]) -> Iterator[str]:
-        for entry in self._entries(parent):
-            if entry.is_dir(follow_symlinks=False) and wanted(entry.name):
-                yield entry.name
-            elif entry.name.startswith(fs_tree.TEMPORARY):
-                self._temporary(parent, entry.name)
-            elif entry.name != fs_tree.RECORD:
-                self._count("scan: foreign")
-
-    def _entries(self, folder: int) -> Iterator[os.DirEntry[str]]:
         try:
-            with os.scandir(folder) as entries:
-                yield from entries
+            with os.scandir(parent) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False) and wanted(entry.name):
+                        yield entry.name
+                    elif entry.name.startswith(fs_tree.TEMPORARY):
+                        self._temporary(parent, entry.name)
+                    elif entry.name not in (fs_tree.RECORD, fs_tree.PACKED):
+                        self._count("scan: foreign")
         except OSError:
             self._count("scan: unreadable")
 
-    def _files(self, parent: int, namespace: str, shard: str) -> Iterator[_Candidate]:
-        try:
-            folder = fs_tree.open_folder(shard, parent)
-        except OSError:
-            self._count("scan: unreadable")
+    # -- what else lies there -----------------------------------------------------------------------
+
+    def _note(
+        self, at: Folder, temporaries: list[str], bad: list[tuple[str, str]], foreign: int, unreadable: int
+    ) -> None:
+        """Count and clear what is not a block."""
+        if foreign:
+            self._count("scan: foreign", foreign)
+        if unreadable:
+            self._count("scan: unreadable", unreadable)
+        if not bad and not temporaries:
             return
-        try:
-            for entry in self._entries(folder):
-                key = fs_tree.parse_name(entry.name)
-                if key is not None and fs_tree.shard_of(key) == shard:
-                    yield from self._file(entry, namespace)
-                elif entry.name.startswith(fs_tree.TEMPORARY):
-                    self._temporary(folder, entry.name)
-                else:
-                    self._count("scan: foreign")
-        finally:
-            os.close(folder)
-
-    def _file(self, entry: os.DirEntry[str], namespace: str) -> Iterator[_Candidate]:
-        try:
-            info = entry.stat(follow_symlinks=False)
-        except OSError:
-            self._count("scan: unreadable")
-            return
-        if stat.S_ISREG(info.st_mode):
-            yield (info.st_mtime_ns, namespace, entry.name)
-        else:
-            self._count("scan: foreign")
-
-    def _temporary(self, folder: int, name: str) -> None:
-        removed = fs_tree.remove_stale_temporary(folder, name)
-        self._count("scan: stale temporaries removed" if removed else "scan: temporaries left")
-
-    def _prove(self, candidates: list[_Candidate]) -> list[FoundBlock]:
-        found = []
         try:
             with Folders(self._root, self._device) as folders:
-                for _, namespace, name in candidates:
-                    block = self._prove_one(folders, namespace, name)
+                parent = fs_tree.open_folder(at[1], folders.namespace(at[0]))
+                try:
+                    for name in temporaries:
+                        self._temporary(parent, name)
+                    for name, flaw in bad:
+                        self._bad(folders, parent, at[0], name, Flaw(flaw))
+                finally:
+                    os.close(parent)
+        except OSError:
+            self._count("scan: unreadable")
+
+    def _temporary(self, folder: int, name: str) -> None:
+        alone = self._alone and not fs_tree.is_own_temporary(name)
+        removed = fs_tree.remove_stale_temporary(folder, name, alone=alone)
+        self._count("scan: stale temporaries removed" if removed else "scan: temporaries left")
+
+    def _bad(self, folders: Folders, parent: int, namespace: str, name: str, flaw: Flaw) -> None:
+        self._count(f"scan: {flaw}")
+        key = fs_tree.parse_name(name)
+        if flaw in (Flaw.VERSION, Flaw.FOREIGN) or key is None:
+            return
+        try:
+            if os.stat(name, dir_fd=parent, follow_symlinks=False).st_mtime > self._started:
+                return  # replaced since it was read
+            self._quarantine.move(folders, parent, BlockId(namespace, key))
+            self._count("quarantined")
+        except OSError:
+            self._count("scan: unreadable")
+
+    # -- what it proves to be -----------------------------------------------------------------------
+
+    def _decode(self, chunk: Iterator[_File | _Slot]) -> list[FoundBlock]:
+        found: list[FoundBlock] = []
+        try:
+            with Folders(self._root, self._device) as folders, SegmentFiles(folders) as files:
+                for at in chunk:
+                    block = self._file(at) if len(at) == 3 else self._slot(files, at)
                     if block is not None:
                         found.append(block)
         except OSError:
             self._count("scan: unreadable")
         return found
 
-    def _prove_one(self, folders: Folders, namespace: str, name: str) -> FoundBlock | None:
-        key = fs_tree.parse_name(name)
-        assert key is not None
-        block_id = BlockId(namespace, key)
+    def _file(self, at: _File) -> FoundBlock | None:
+        _, namespace, (_, name, offset, payload, metadata) = at
         try:
-            with folders.of(block_id) as folder:
-                try:
-                    return _read_header(folder, name, block_id)
-                except FormatError as error:
-                    self._count(f"scan: {error}")
-                    if error.flaw not in (Flaw.VERSION, Flaw.FOREIGN):
-                        self._quarantine.move(folders, folder, block_id)
-                        self._count("quarantined")
-        except FileNotFoundError:
-            pass  # deleted since it was listed
+            block = fs_format.block_of(metadata, payload)
+            if block.id.namespace != namespace or fs_tree.file_name(block.id.key) != name:
+                raise FormatError(Flaw.OTHER_BLOCK)
+        except FormatError as error:
+            shard = name[name.index(".") - 2 : name.index(".")]
+            self._note((namespace, shard), [], [(name, error.flaw)], 0, 0)
+            return None
+        if self._packed is not None and payload < self._pack_below:
+            if self._packed.slots.find(block.id) is not None:
+                return None
+            self._loose.add(block.id)
+        return FoundBlock(block, offset + fs_format.aligned(payload))
+
+    def _slot(self, files: SegmentFiles, at: _Slot) -> FoundBlock | None:
+        _, segment, slot, expected = at
+        assert self._packed is not None
+        try:
+            header = self._packed.header(files, segment, slot)
+        except FormatError as error:
+            self._count(f"scan: {error}")
+            header = None
         except OSError:
             self._count("scan: unreadable")
-        return None
+            if expected is None:  # do not clear what may be right
+                self._proved.pop(segment.number, None)
+            return None
+        if expected is None:
+            return None if header is None else self._prove(header.block.id, header, segment, slot)
+        if header is None or header.block.id != expected:
+            self._packed.drop(files, expected, segment, slot)
+            return None
+        return FoundBlock(header.block, segment.slot_bytes)
 
+    def _prove(
+        self, block_id: BlockId, header: fs_format.Header, segment: Segment, slot: int
+    ) -> FoundBlock | None:
+        """Take a slot of an earlier run into the index, unless its block is stored elsewhere as well."""
+        assert self._packed is not None
+        if block_id in self._loose or not self._packed.slots.prove(block_id, segment, slot):
+            return None
+        if segment.number in self._proved:
+            self._proved[segment.number].add(slot)
+        return FoundBlock(header.block, segment.slot_bytes)
 
-def _read_header(folder: int, name: str, block_id: BlockId) -> FoundBlock:
-    """Prove a file's header, identity and size.
-
-    Raises:
-        FormatError: it is not that block.
-        OSError: it could not be read.
-    """
-    fd = os.open(name, _OPEN, dir_fd=folder)
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise FormatError(Flaw.FOREIGN)
-        start = os.pread(fd, fs_format.ALIGN, 0)
-        size = fs_format.data_offset(start)
-        if size > len(start):
-            start += os.pread(fd, size - len(start), len(start))
-        header = fs_format.decode(start)
-        if header.block.id != block_id:
-            raise FormatError(Flaw.OTHER_BLOCK)
-        header.check_size(info.st_size)
-        return FoundBlock(header.block, size + fs_format.aligned(header.block.payload_bytes))
-    finally:
-        os.close(fd)
+    def _settle(self) -> None:
+        if self._packed is None or not self._proved:
+            return
+        try:
+            with Folders(self._root, self._device) as folders:
+                for number, proved in self._proved.items():
+                    segment = self._packed.unproved.get(number)
+                    if segment is not None:
+                        with SegmentFiles(folders) as files:
+                            self._packed.settle(files, segment, proved)
+        except OSError:
+            self._count("scan: unreadable")

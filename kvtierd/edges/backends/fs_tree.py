@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,17 +21,23 @@ from kvtierd.core.model import BlockId, BlockKey
 
 BLOCKS = "v1"
 QUARANTINE = "quarantine"
+PACKED = "packed"
+LOCK = "lock"
 RECORD = "namespace.json"
 TEMPORARY = ".tmp-"
 STALE_AFTER = 60.0
+PAGE = 4096
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO that somebody left under a block's name must not block; files do not care.
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_MODE = 0o660
 _FOLDER_MODE = 0o770
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){1,64})\.(0|[1-9][0-9]{0,9})", re.ASCII)
+_SEGMENT = re.compile(r"([1-9][0-9]{3,7})-[0-9a-f]{16}", re.ASCII)
 _SHARD = re.compile(r"[0-9a-f]{2}", re.ASCII)
 
 
@@ -45,6 +50,8 @@ def _boot_id() -> str:
 
 
 BOOT_ID = _boot_id()
+_RUN = secrets.token_hex(4)
+"""Tells this process from an earlier one with its pid: in containers that is often 1."""
 
 
 def is_namespace(name: str) -> bool:
@@ -73,6 +80,28 @@ def parse_name(name: str) -> BlockKey | None:
     return BlockKey(bytes.fromhex(match[1]), int(match[2])) if match else None
 
 
+def is_block(name: str, shard: str) -> bool:
+    """Say whether this is the name of a block that belongs into the folder ``shard``."""
+    dot = name.find(".")
+    return name[dot - 2 : dot] == shard and _BLOCK.fullmatch(name) is not None
+
+
+def segment_name(slot_bytes: int) -> str:
+    """Return a new name for a segment with slots of this size."""
+    return f"{slot_bytes:d}-{secrets.token_hex(8)}"
+
+
+def parse_segment(name: str) -> int | None:
+    """Return the slot size of the segment of this name, None for a foreign name."""
+    match = _SEGMENT.fullmatch(name)
+    return int(match[1]) if match and int(match[1]) % 4096 == 0 else None
+
+
+def is_no_file(error: OSError) -> bool:
+    """Say whether opening failed as something else than a file is there: a link, socket or device."""
+    return error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV)
+
+
 def check_id(block_id: BlockId) -> None:
     """Refuse an id that has no file name.
 
@@ -84,21 +113,38 @@ def check_id(block_id: BlockId) -> None:
         raise OSError(errno.EINVAL, "namespace or key out of bounds")
 
 
+def create_file(folder: int, name: str) -> int:
+    """Create a file of this name, which must not exist; return a descriptor to read and write it."""
+    return os.open(name, _CREATE, _FILE_MODE, dir_fd=folder)
+
+
 def create_temporary(folder: int) -> tuple[int, str]:
     """Create a locked temporary of a unique name in a folder; return its descriptor and name."""
-    name = f"{TEMPORARY}{BOOT_ID}-{os.getpid()}-{secrets.token_hex(8)}"
-    fd = os.open(name, _CREATE, _FILE_MODE, dir_fd=folder)
+    name = f"{TEMPORARY}{BOOT_ID}-{os.getpid()}-{_RUN}{secrets.token_hex(8)}"
+    fd = create_file(folder, name)
     with contextlib.suppress(OSError):  # no locks here: a scan cannot prove anything and leaves it alone
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return fd, name
 
 
-def remove_stale_temporary(folder: int, name: str) -> bool:
-    """Remove a temporary if its writer is provably dead; say whether it was.
+def is_own_temporary(name: str) -> bool:
+    """Say whether this process made the temporary of this name."""
+    return name.startswith(f"{TEMPORARY}{BOOT_ID}-{os.getpid()}-{_RUN}")
 
-    Proof: written under this kernel, untouched for a minute (a writer locks right after creating and renames
-    right after unlocking) and no process holds its lock.
+
+def remove_stale_temporary(folder: int, name: str, *, alone: bool = False, dry: bool = False) -> bool:
+    """Remove a temporary if its writer is provably dead; say whether it was (``dry``: would be).
+
+    Proof: the caller holds the root ``alone`` and writes nothing there; or it was written under this kernel,
+    is untouched for a minute (a writer locks right after creating and renames right after unlocking) and no
+    process holds its lock.
     """
+    if alone:
+        with contextlib.suppress(OSError):
+            if not dry:
+                os.unlink(name, dir_fd=folder)
+            return True
+        return False
     if not BOOT_ID or not name.startswith(f"{TEMPORARY}{BOOT_ID}-"):
         return False
     try:
@@ -107,7 +153,8 @@ def remove_stale_temporary(folder: int, name: str) -> bool:
             if time.time() - os.fstat(fd).st_mtime < STALE_AFTER:
                 return False
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(name, dir_fd=folder)
+            if not dry:
+                os.unlink(name, dir_fd=folder)
         finally:
             os.close(fd)
     except OSError:
@@ -131,18 +178,18 @@ class Folders:
     """The folders that one call works in; opened once per call, closed at its end.
 
     Nothing is kept open between calls, so that a root that was removed, replaced or remounted is noticed.
-    ``device`` is the filesystem that the root must be on, None for any.
+    ``device`` is the filesystem that the root must be on, None for any. ``create`` makes a root that was
+    removed, but never in the place of a filesystem that is not mounted any more.
     """
 
-    def __init__(self, root: Path, device: int | None) -> None:
-        try:
-            self.root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError as error:  # not "the block is gone": the whole tier is
-            raise OSError(errno.ESTALE, "the root folder is missing") from error
-        self._open: dict[str, int] = {}
-        if device not in (None, os.fstat(self.root).st_dev):
+    def __init__(self, root: Path, device: int | None, *, create: bool = False) -> None:
+        self.root = _open_root(root, device, create)
+        self._open: dict[tuple[str, str], int] = {}
+        info = os.fstat(self.root)
+        self.inode = info.st_ino
+        if device not in (None, info.st_dev):
             os.close(self.root)
-            raise OSError(errno.ESTALE, "another filesystem is mounted at the root")
+            raise OSError(errno.ESTALE, "another filesystem is mounted at the root, or none any more")
 
     def __enter__(self) -> Folders:
         return self
@@ -153,10 +200,10 @@ class Folders:
         for fd in (*self._open.values(), self.root):
             os.close(fd)
 
-    def _kept(self, name: str, parent: int, create: bool) -> int:
-        fd = self._open.get(name)
+    def _kept(self, name: str, parent: int, create: bool, of: str = "") -> int:
+        fd = self._open.get((of, name))
         if fd is None:
-            fd = self._open[name] = open_folder(name, parent, create=create)
+            fd = self._open[of, name] = open_folder(name, parent, create=create)
         return fd
 
     def blocks(self, *, create: bool = False) -> int:
@@ -170,6 +217,10 @@ class Folders:
     def namespace(self, namespace: str, *, create: bool = False) -> int:
         """Return the descriptor of a namespace's folder."""
         return self._kept(namespace, self.blocks(create=create), create)
+
+    def packed(self, namespace: str, *, create: bool = False) -> int:
+        """Return the descriptor of the folder of a namespace's segments."""
+        return self._kept(PACKED, self.namespace(namespace, create=create), create, namespace)
 
     @contextlib.contextmanager
     def of(self, block_id: BlockId, *, create: bool = False) -> Iterator[int]:
@@ -187,35 +238,24 @@ class Folders:
             os.close(fd)
 
 
-class Quarantine:
-    """Keeps the newest ``keep`` corrupt blocks of a tier for a person to look at."""
+def _open_root(root: Path, device: int | None, create: bool) -> int:
+    """Open the root; a missing one is an error of the tier (ESTALE), not of a block (ENOENT)."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    for attempt in (1, 2):
+        try:
+            return os.open(root, flags)
+        except FileNotFoundError as error:
+            if not create or attempt == 2 or not _may_create(root, device):
+                raise OSError(errno.ESTALE, "the root folder is missing") from error
+        root.mkdir(parents=True, exist_ok=True)
+    raise AssertionError("unreachable")
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._lock = threading.Lock()
 
-    def move(self, folders: Folders, folder: int, block_id: BlockId) -> None:
-        """Move a block's file aside and drop the oldest; without room to move it, unlink it.
-
-        Raises:
-            OSError: neither could be done; FileNotFoundError when there is no such file.
-        """
-        name = file_name(block_id.key)
-        with self._lock:
-            try:
-                aside = folders.quarantine()
-                target = f"{time.time_ns():020d}.{block_id.namespace}.{name}"
-                os.rename(name, target, src_dir_fd=folder, dst_dir_fd=aside)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                os.unlink(name, dir_fd=folder)
-                return
-            self._trim(aside)
-
-    def _trim(self, aside: int) -> None:
-        with contextlib.suppress(OSError):
-            names = sorted(name for name in os.listdir(aside) if is_namespace(name[21:53]))
-            for name in names[: max(0, len(names) - self._keep)]:
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=aside)
+def _may_create(root: Path, device: int | None) -> bool:
+    """Whether a folder made here would lie on the filesystem that the root was on."""
+    if device is None:
+        return True
+    for parent in root.parents:
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(parent).st_dev == device
+    return False

@@ -1,4 +1,4 @@
-"""The filesystem backend: what reaches the disk, what faults do, what is left alone."""
+"""Blocks as files: what reaches the disk, what faults do, what is left alone."""
 
 from __future__ import annotations
 
@@ -36,9 +36,18 @@ def root(tmp_path):
 
 @pytest.fixture
 def backend(root):
-    opened = FsBackend("disk", root)
+    opened = FsBackend("disk", root, pack_below=0)
     opened.open()
-    return opened
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def shared(root):
+    opened = FsBackend("disk", root, shared=True)
+    opened.open()
+    yield opened
+    opened.close()
 
 
 def path_of(root, block_id):
@@ -47,7 +56,8 @@ def path_of(root, block_id):
 
 
 def files_in(root):
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+    return [name for name in names if name.rpartition("/")[2] != "lock"]
 
 
 def open_descriptors():
@@ -150,7 +160,7 @@ def test_a_newer_format_is_no_hit_and_is_left_to_the_newer_daemon(backend, root)
 
 def test_corrupt_files_are_moved_aside_and_the_newest_are_kept(root):
     """L63."""
-    backend = FsBackend("disk", root, quarantine=3)
+    backend = FsBackend("disk", root, quarantine=3, pack_below=0)
     backend.open()
     for number in range(6):
         write(backend, block(number), payload(number))
@@ -202,7 +212,7 @@ class Fails:
         raise OSError(self.code, os.strerror(self.code))
 
 
-def half(real, fd, vector, offset):
+def half(real, fd, vector, offset, flags=0):
     real(fd, [memoryview(vector[0])[:100]], offset)
 
 
@@ -238,8 +248,8 @@ def test_short_transfers_are_continued(backend, monkeypatch):
     for name in ("pwritev", "preadv"):
         real = getattr(os, name)
 
-        def little(fd, vector, offset, real=real):
-            return real(fd, [memoryview(vector[0])[:1500]], offset)
+        def little(fd, vector, offset, flags=0, real=real):
+            return real(fd, [memoryview(vector[0])[:1500]], offset, flags)
 
         monkeypatch.setattr(os, name, little)
     assert write(backend, block(1), payload(1)).status is Status.OK
@@ -321,12 +331,31 @@ def test_a_missing_root_is_a_failure_and_not_a_loss(backend, root):
     aside = root.with_name("aside")
     root.rename(aside)
     assert read(backend, block(1)) is Status.FAILED
-    assert write(backend, block(2), payload(2)).status is Status.FAILED
     assert backend.delete([block(1).id])[0].status is Status.FAILED
     assert scanned(backend) == []
     assert not root.exists()
     aside.rename(root)
     assert read(backend, block(1)) == payload(1)
+
+
+def test_a_removed_root_is_made_again_by_the_next_write(backend, root):
+    """L79."""
+    write(backend, block(1), payload(1))
+    shutil.rmtree(root)
+    assert write(backend, block(2), payload(2)).status is Status.OK
+    assert read(backend, block(1)) is Status.GONE
+    assert read(backend, block(2)) == payload(2)
+    assert (root / "lock").exists()
+    with pytest.raises(TierError, match="in use by process"):
+        FsBackend("other", root).open()
+
+
+def test_a_root_that_is_not_mounted_any_more_is_not_made_on_the_filesystem_below(backend, root, monkeypatch):
+    """L79."""
+    shutil.rmtree(root)
+    monkeypatch.setattr(backend, "_device", -1)
+    assert write(backend, block(1), payload(1)).status is Status.FAILED
+    assert not root.exists()
 
 
 def test_a_cleared_root_is_a_loss_and_is_filled_again(backend, root):
@@ -399,8 +428,9 @@ def temporary(folder, boot, age):
     ],
     ids=["dead writer", "live writer", "fresh", "another host", "unknown host"],
 )
-def test_only_a_temporary_whose_writer_is_provably_dead_is_removed(backend, root, boot, age, locked, removed):
-    """L65."""
+def test_only_a_temporary_whose_writer_is_provably_dead_is_removed(shared, root, boot, age, locked, removed):
+    """L65: in a root that several daemons share."""
+    backend = shared
     write(backend, block(1), payload(1))
     path = temporary(path_of(root, block(1).id).parent, boot, age)
     with path.open("rb") as holder:
@@ -410,17 +440,32 @@ def test_only_a_temporary_whose_writer_is_provably_dead_is_removed(backend, root
     assert path.exists() is not removed
 
 
-def test_a_writer_that_was_killed_leaves_a_temporary_that_a_scan_removes(backend, root):
+def test_a_root_of_ones_own_has_no_other_writers(backend, root):
+    """L65: whatever boot, age and process a temporary is of, only this process could be writing it."""
+    write(backend, block(1), payload(1))
+    folder = path_of(root, block(1).id).parent
+    left = [temporary(folder, boot, age) for boot, age in [("f" * 32, "old"), (fs_tree.BOOT_ID, "fresh")]]
+    parent = os.open(folder, os.O_RDONLY)
+    own, name = fs_tree.create_temporary(parent)
+    scanned(backend)
+    os.close(own)
+    os.close(parent)
+    assert not any(path.exists() for path in left)
+    assert (folder / name).exists()
+
+
+def test_a_writer_that_was_killed_leaves_a_temporary_that_a_scan_removes(shared, root):
     """L65: the lock dies with its process."""
+    backend = shared
     write(backend, block(1), payload(1))
     program = """
         import os, signal, sys
         from kvtierd.edges.backends import fs
         from kvtierd.testing.backend_kit import block, payload, write
-        backend = fs.FsBackend("disk", sys.argv[1])
+        backend = fs.FsBackend("disk", sys.argv[1], shared=True)
         backend.open()
         real = os.pwritev
-        def die(fd, vector, offset):
+        def die(fd, vector, offset, flags=0):
             real(fd, [bytes(vector[0])[:2000]], offset)
             os.kill(os.getpid(), signal.SIGKILL)
         os.pwritev = die
@@ -438,7 +483,7 @@ def test_a_writer_that_was_killed_leaves_a_temporary_that_a_scan_removes(backend
 
 
 def _write_all(root, number, start, results):
-    backend = FsBackend("disk", root)
+    backend = FsBackend("disk", root, shared=True)
     backend.open()
     start.wait(30)
     transfers = [Transfer(block(i), memoryview(payload(i + number))) for i in range(50)]
@@ -446,8 +491,9 @@ def _write_all(root, number, start, results):
     results.put([outcome.status.value for outcome in outcomes])
 
 
-def test_several_processes_write_the_same_blocks_without_an_error(backend, root):
+def test_several_processes_write_the_same_blocks_without_an_error(shared, root):
     """L64."""
+    backend = shared
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(3), context.Queue()
     workers = [

@@ -1,0 +1,247 @@
+"""How bytes of the filesystem tier move: through the page cache, around it, or as each case asks.
+
+``buffered``: plain calls. ``direct``: ``O_DIRECT`` for whatever is aligned. ``auto``: a read takes the page
+cache where all of the range is in it and goes direct otherwise; a write goes through the page cache, which
+drops it as soon as it is on the disk (``RWF_DONTCACHE``, Linux 6.14; before: an advice). What the filesystem
+refuses is found out once, by :meth:`Io.probe`; whatever is not aligned is moved through the page cache.
+
+Why not ``RWF_NOWAIT`` to look into the cache: on a miss it starts to read the whole range ahead, so that the
+direct read that follows reads everything a second time. ``cachestat`` (Linux 6.5) only looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+Mode = Literal["auto", "direct", "buffered"]
+Fsync = Literal["none", "data"]
+Part = bytes | bytearray | memoryview
+
+ALIGN = 4096
+_SCRATCH = 1 << 20
+_RWF_DONTCACHE = 0x80
+_SYS_CACHESTAT = 451  # the same on all architectures
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_ZEROES = bytes(ALIGN)
+_BEHIND = 256 << 10
+"""From how many bytes on an advice after a write is worth its system call."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Cached(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writing", "evicted", "recent"))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.syscall.restype = ctypes.c_long
+
+
+def punch(fd: int, offset: int, length: int) -> None:
+    """Give the blocks of a range back to the filesystem; the range reads as zeroes from then on."""
+    if _libc.fallocate(fd, _PUNCH_HOLE, offset, length) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def cached_pages(fd: int, offset: int, length: int) -> int | None:
+    """Return how many pages of a range are in the page cache, None where the kernel does not tell."""
+    asked, told = _Range(offset, length), _Cached()
+    result = _libc.syscall(_SYS_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(told), 0)
+    return int(told.cached) if result == 0 else None
+
+
+class File:
+    """An open file that belongs to one call of one thread; ``direct``: whether O_DIRECT is set now."""
+
+    __slots__ = ("direct", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.direct = False
+
+    def set_direct(self, on: bool) -> None:
+        """Switch between the page cache and the device; ``OSError`` where that is not possible."""
+        if on != self.direct:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_NONBLOCK | (os.O_DIRECT if on else 0))
+            self.direct = on
+
+
+class _Scratch(threading.local):
+    """A thread's page-aligned memory: a header region, and a page for a payload's unaligned end."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, _SCRATCH + ALIGN))
+        self.tail = self.memory[_SCRATCH:]
+
+
+class Io:
+    """Moves headers and payloads; safe to use from several threads, each with :class:`File` of its own."""
+
+    def __init__(self, mode: Mode = "auto", fsync: Fsync = "none") -> None:
+        self.mode = mode
+        self.direct = False
+        self.cachestat = False
+        self.dontcache = False
+        self.punches = False
+        self._sync = fsync == "data"
+        self._scratch = _Scratch()
+
+    def probe(self, fd: int) -> None:
+        """Find out, with an empty file open for reading and writing, what its filesystem can do."""
+        page = self._scratch.tail
+        os.pwritev(fd, [page, page], 0)
+        self.punches = _works(lambda: punch(fd, 0, ALIGN))
+        self.cachestat = self.mode == "auto" and cached_pages(fd, 0, ALIGN) is not None
+        self.dontcache = self.mode == "auto" and _works(lambda: os.pwritev(fd, [page], 0, _RWF_DONTCACHE))
+        if self.mode != "buffered":
+            file = File(fd)
+            self.direct = _works(lambda: self._probe_direct(file, page))
+
+    def _probe_direct(self, file: File, page: memoryview) -> None:
+        file.set_direct(True)
+        if os.pwritev(file.fd, [page], ALIGN) != ALIGN or os.preadv(file.fd, [page], ALIGN) != ALIGN:
+            raise OSError(errno.EIO, "short direct transfer")
+
+    def region(self, length: int) -> memoryview:
+        """Return this thread's memory for a header region, valid until its next call of a method here."""
+        return self._scratch.memory[:length]
+
+    def read(self, file: File, offset: int, region: memoryview, data: memoryview) -> int:
+        """Fill ``region`` (from :meth:`region`) and ``data`` from ``offset`` on; return the bytes read."""
+        if self._wants_direct_read(file.fd, offset, len(region) + len(data)):
+            with contextlib.suppress(OSError):
+                file.set_direct(True)
+                return self._read_direct(file.fd, offset, region, data)
+        file.set_direct(False)
+        return move(os.preadv, file.fd, [region, data], offset)
+
+    def _wants_direct_read(self, fd: int, offset: int, length: int) -> bool:
+        if not self.direct:
+            return False
+        if self.mode == "direct":
+            return True
+        if not self.cachestat:
+            return False
+        pages = -(-length // ALIGN)
+        cached = cached_pages(fd, offset, pages * ALIGN)
+        return cached is not None and cached < pages
+
+    def _read_direct(self, fd: int, offset: int, region: memoryview, data: memoryview) -> int:
+        """Read whole pages; ``OSError`` (EINVAL) when the payload's memory is not aligned."""
+        whole = len(data) // ALIGN * ALIGN
+        rest = len(data) - whole
+        tail = self._scratch.tail
+        got = move(os.preadv, fd, [region, data[:whole], *([tail] if rest else [])], offset, step=ALIGN)
+        over = got - len(region) - whole
+        if rest and over > 0:
+            data[whole : whole + min(over, rest)] = tail[: min(over, rest)]
+        return min(got, len(region) + len(data))
+
+    def write(
+        self, file: File, offset: int, header: bytes, data: memoryview, *, whole_pages: bool = False
+    ) -> None:
+        """Write a header region and its payload.
+
+        Zeroes may follow up to a whole page; with ``whole_pages`` they do (a page that is only partly
+        overwritten would have to be read from the disk first), and the caller calls :meth:`behind`.
+        """
+        if self.mode == "direct" and self.direct and len(header) <= _SCRATCH:
+            try:
+                file.set_direct(True)
+                self._write_direct(file.fd, offset, header, data)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            file.set_direct(False)
+        vector: list[Part] = [header, data]
+        if whole_pages:
+            vector.append(_ZEROES[: -len(data) % ALIGN])
+        total = sum(map(len, vector))
+        through = self.dontcache and not whole_pages
+        _move_all(_write_through if through else os.pwritev, file.fd, vector, offset, total)
+        if not through and not whole_pages and total >= _BEHIND:
+            self.behind(file.fd, [(offset, total)])
+
+    def _write_direct(self, fd: int, offset: int, header: bytes, data: memoryview) -> None:
+        whole = len(data) // ALIGN * ALIGN
+        rest = len(data) - whole
+        region, tail = self._scratch.memory[: len(header)], self._scratch.tail
+        region[:] = header
+        if rest:
+            tail[:rest] = data[whole:]
+            tail[rest:] = bytes(ALIGN - rest)
+        vector = [region, data[:whole], *([tail] if rest else [])]
+        _move_all(os.pwritev, fd, vector, offset, len(header) + whole + (ALIGN if rest else 0))
+
+    def behind(self, fd: int, written: Sequence[tuple[int, int]]) -> None:
+        """Start the write-back of ranges (offset, length), and drop what of them is on the disk already.
+
+        One call for many small writes: for each of them it would cost more than the write.
+        """
+        if self.mode == "auto":
+            for offset, length in written:
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def sync(self, fd: int) -> None:
+        """Bring a file's data to the disk, if ``fsync: data`` asks for it."""
+        if self._sync:
+            os.fdatasync(fd)
+
+
+def _works(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except OSError:
+        return False
+    return True
+
+
+def _write_through(fd: int, vector: Sequence[Part], offset: int) -> int:
+    return os.pwritev(fd, vector, offset, _RWF_DONTCACHE)
+
+
+def _move_all(
+    call: Callable[[int, Sequence[Part], int], int], fd: int, vector: Sequence[Part], offset: int, total: int
+) -> None:
+    if move(call, fd, vector, offset) != total:
+        raise OSError(errno.EIO, "short write")
+
+
+def move(
+    call: Callable[[int, Sequence[Part], int], int],
+    fd: int,
+    vector: Sequence[Part],
+    offset: int,
+    *,
+    step: int = 1,
+) -> int:
+    """Repeat ``preadv`` or ``pwritev`` until all is moved or nothing moves; return the bytes moved.
+
+    ``step``: a sum that is no multiple of it was stopped by the file's end.
+    """
+    total = 0
+    left = [part for part in vector if len(part)]
+    while left:
+        moved = call(fd, left, offset + total)
+        total += moved
+        if moved == 0 or total % step:
+            break
+        while left and moved >= len(left[0]):
+            moved -= len(left.pop(0))
+        if moved:
+            left[0] = memoryview(left[0])[moved:]
+    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,12 +25,15 @@ _LOOKUP_COUNTERS = tuple((state, f"lookup_{state.name.lower()}") for state in Ke
 
 @dataclass(slots=True)
 class Waiting:
-    """A load that waits for promotions; ``nodes`` are pinned, in the order of the request."""
+    """A load under way; ``nodes`` are pinned, in the order of the request, ``rest`` is not obtained yet."""
 
     number: int
     session: Session
     request: int
     deadline: float
+    space: PoolSpace
+    scope: tuple[str, ...] | None
+    rest: deque[BlockId]
     nodes: list[Node] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
@@ -133,33 +137,42 @@ class Loads:
     def load(self, session: Session, request: Load) -> None:
         """Pin the leading keys, promote what is below, answer when all are there or the deadline is."""
         patterns = request.scope.load_from if request.scope is not None else None
-        scope = select(patterns, self._stack.secondaries)
-        space = self._stack.primary.spaces[session.namespace]
-        now = self._stack.now
-        load = Waiting(self._sessions.next_number(), session, request.id, now + request.deadline)
-        for block_id in block_ids(session.namespace, request.keys):
-            node = self._obtain(space, block_id, scope)
-            if node is None:
+        load = Waiting(
+            number=self._sessions.next_number(),
+            session=session,
+            request=request.id,
+            deadline=self._stack.now + request.deadline,
+            space=self._stack.primary.spaces[session.namespace],
+            scope=select(patterns, self._stack.secondaries),
+            rest=deque(block_ids(session.namespace, request.keys)),
+        )
+        self._advance(load)
+        if request.deadline and not self._settled(load):
+            self.waiting[load.number] = load
+        else:
+            self._finish(load)
+
+    def _advance(self, load: Waiting) -> None:
+        """Obtain the next blocks, in waves as the promotion budget has room; drop what cannot be had."""
+        space = load.space
+        while load.rest:
+            block_id = load.rest[0]
+            node = space.blocks.get(block_id)
+            if node is None and (tier := self.promotion.source(space, block_id, load.scope)) is not None:
+                if self.promotion.full(space):
+                    break  # the next wave, when some of this one is there
+                node = self.promotion.start(space, block_id, tier)
+            if node is None or node.state is State.RESERVED:
+                load.rest.clear()
                 break
+            load.rest.popleft()
             space.blocks.pin(node)
             self.promotion.claim(node)
             load.nodes.append(node)
             load.sources.append(node.source if node.state is LOADING else self._stack.primary.name)
+            if node.state is LOADING:
+                node.waiters.append(load.number)
         self.promotion.flush()
-        if request.deadline and not self._settled(load):
-            self.waiting[load.number] = load
-            for node in load.nodes:
-                if node.state is LOADING:
-                    node.waiters.append(load.number)
-        else:
-            self._finish(load)
-
-    def _obtain(self, space: PoolSpace, block_id: BlockId, scope: tuple[str, ...] | None) -> Node | None:
-        node = space.blocks.get(block_id)
-        if node is not None:
-            return None if node.state is State.RESERVED else node
-        tier = self.promotion.source(space, block_id, scope)
-        return self.promotion.start(space, block_id, tier) if tier is not None else None
 
     @staticmethod
     def _settled(load: Waiting) -> bool:
@@ -169,7 +182,7 @@ class Loads:
                 return True
             if node.state is LOADING:
                 return False
-        return True
+        return not load.rest
 
     def _node_settled(self, node: Node) -> None:
         self._touched.update(node.waiters)
@@ -194,9 +207,12 @@ class Loads:
 
     def _answer_settled(self) -> None:
         touched, self._touched = self._touched, set()
-        for number in sorted(touched):
-            load = self.waiting.get(number)
-            if load is not None and self._settled(load):
+        for load in list(self.waiting.values()):
+            if load.rest:
+                self._advance(load)
+            elif load.number not in touched:
+                continue
+            if self._settled(load):
                 self._finish(load)
 
     def _finish(self, load: Waiting) -> None:
@@ -262,6 +278,7 @@ class Loads:
     def expire(self) -> None:
         """Answer loads whose deadline has come with what is there; end what nobody read."""
         self.promotion.expire()
+        self._answer_settled()
         for load in [load for load in self.waiting.values() if load.deadline <= self._stack.now]:
             self._stack.primary.counters["load_deadline"] += 1
             self._finish(load)

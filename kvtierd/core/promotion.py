@@ -1,7 +1,8 @@
 """From a secondary up into the pool: one read for each absent block, however many wait for it.
 
 Promotions that nobody reads yet (asked for by a lookup or a prefetch) are kept for ``GRACE`` seconds.
-Together with the reads under way they may take half of a layout's slots, so that they never flush the pool.
+Together with the reads under way they may take half of a layout's slots, so that they never flush the pool;
+a load that needs more goes on in waves.
 """
 
 from __future__ import annotations
@@ -47,9 +48,13 @@ class Promotion:
             tier.counters["wrong_size"] += 1
         return None
 
+    def full(self, space: PoolSpace) -> bool:
+        """Whether the layout's promotion budget is used up."""
+        return space.promoting >= max(1, int(space.most_slots * SHARE))
+
     def start(self, space: PoolSpace, block_id: BlockId, tier: SecondaryTier) -> Node | None:
         """Reserve a slot and note the read; ``None`` when the pool has no room. :meth:`flush` sends it."""
-        if space.promoting >= max(1, int(space.most_slots * SHARE)):
+        if self.full(space):
             self._stack.primary.counters["promotion_over_budget"] += 1
             return None
         below = tier.blocks.nodes[block_id]

@@ -165,6 +165,33 @@ def test_promotions_never_flush_the_pool(rigged):
     assert rig.ladder.statistics()["tiers"][0]["counters"]["promotion_over_budget"] == 95
 
 
+def test_a_load_of_more_than_the_budget_goes_on_in_waves(rigged):
+    rig = rigged(8, [fs_spec()])
+    rig.store(*range(7))
+    rig.evict(*range(7), tiers=("cpu",))
+    rig.hold = True
+    number = rig.ask(Load, keys=tuple(map(key, range(7))), deadline=5.0)
+    waves = []
+    while rig.held:
+        waves.append(len(rig.held[0].blocks))
+        rig.run_held()
+    assert waves == [4, 3]
+    assert rig.loaded(number).sources == ("disk",) * 7
+
+
+def test_a_load_waits_for_the_budget_that_others_hold_until_its_deadline(rigged):
+    rig = rigged(4, [fs_spec()])
+    rig.store(*range(4), chain=False)
+    rig.evict(*range(4), tiers=("cpu",))
+    rig.lookup(0, 1, promote=True)
+    number = rig.ask(Load, keys=(key(2), key(3)), deadline=GRACE + 1)
+    late = rig.ask(Load, keys=(key(2),), deadline=0.5)
+    rig.advance(0.5)
+    assert rig.loaded(late).keys == ()
+    rig.advance(GRACE)
+    assert rig.loaded(number).sources == ("disk", "disk")
+
+
 def test_a_promoted_block_is_kept_until_it_is_read_or_its_grace_ends(rigged):
     rig = rigged(2, [fs_spec()])
     rig.store(1)

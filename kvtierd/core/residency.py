@@ -9,13 +9,19 @@ a child may arrive before its parent.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from kvtierd.core.model import Block, BlockId
 from kvtierd.core.policies.base import Policy
 
 Link = tuple[str, int, "int | bytes"]
+
+_LOOKS = 32
+"""Blocks that one search for a victim spares at most."""
+
+_RECONSIDERED = 4
 
 _NOBODY: Final[list[int]] = []
 """Shared by all blocks that no load can wait for."""
@@ -93,7 +99,10 @@ class ResidentSet:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._chosen: Node | None = None
+        self._spared: OrderedDict[Node, None] = OrderedDict()
+        """Leaves taken from the policy because ``spare`` said so; entries can be stale."""
+        self.spare: Callable[[BlockId], bool] | None = None
+        """Whether a block should rather stay, as one whose copy to another tier is still to be made."""
         self.nodes: dict[BlockId, Node] = {}
         self._children: dict[Link, int] = {}
         self._owners: dict[Link, Node | list[Node]] = {}
@@ -159,8 +168,7 @@ class ResidentSet:
         node.gone = True
         self._withdraw(node)
         self._disown(node)
-        self._policy.removed(node, evicted=node is self._chosen)
-        self._chosen = None
+        self._policy.removed(node, evicted=node.state is State.RESIDENT)
         if node.parent is None:
             return
         left = self._children[node.parent] - 1
@@ -196,11 +204,38 @@ class ResidentSet:
         self._policy.touched(node)
 
     def victim(self) -> Node | None:
-        """Return the block that eviction takes next, or ``None`` when all are pinned or parents."""
-        while (node := self._policy.victim()) is not None and not self.evictable(node):
-            self._withdraw(node)  # somebody raised its pins past this set
-        self._chosen = node
-        return node
+        """Return the block that eviction takes next, or ``None`` when all are pinned or parents.
+
+        Blocks that ``spare`` speaks for go last. A spared leaf protects its whole chain.
+        """
+        self._reconsider()
+        looks = 0
+        while (node := self._policy.victim()) is not None:
+            if not self.evictable(node):
+                self._withdraw(node)  # somebody raised its pins past this set
+                continue
+            if looks == _LOOKS or self.spare is None or not self.spare(node.block.id):
+                return node
+            self._withdraw(node)
+            self._spared[node] = None
+            looks += 1
+        while self._spared:
+            node = next(iter(self._spared))
+            if node.place < 0 and self.evictable(node):
+                return node
+            del self._spared[node]
+        return None
+
+    def _reconsider(self) -> None:
+        """Look again at a few spared blocks, the longest spared first."""
+        for _ in range(min(_RECONSIDERED, len(self._spared))):
+            node, _none = self._spared.popitem(last=False)
+            if node.place >= 0 or not self.evictable(node):
+                continue
+            if self.spare is not None and self.spare(node.block.id):
+                self._spared[node] = None
+            else:
+                self.offer(node)
 
     def evictable(self, node: Node) -> bool:
         """Whether the block is in the set, unpinned and a leaf."""

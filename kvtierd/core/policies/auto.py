@@ -25,7 +25,7 @@ _PROMOTED = _MOST_USES + 1
 
 _CLASSES = _PROMOTED + 1
 _LESSON = 1024
-_RESHELVED = 8
+_RESHELVED = 4
 """Blocks whose age is looked at with every eviction; one that grew into another bucket moves there."""
 
 _GHOSTS = 1 << 16

@@ -31,7 +31,10 @@ class Policy(Protocol):
         """Take an offered block back and set its ``place`` to -1."""
 
     def removed(self, node: Node, *, evicted: bool) -> None:
-        """Note that a block, not offered any more, left the set; ``evicted``: as the policy's victim."""
+        """Note that a block, not offered any more, left the set.
+
+        Not ``evicted``: it never became visible, its insertion came to nothing.
+        """
 
     def victim(self) -> Node | None:
         """Return the offered block to evict first and leave it in place; ``None`` when none is offered.

@@ -9,14 +9,13 @@ the workload has it: with recency it falls, with loops and pauses it rises first
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvtierd.core.model import BlockId
 
-BUCKETS = 72
-"""Ages up to 2^35; older ones share the last bucket."""
+BUCKETS = 96
+"""Ages below 2^49, which no block reaches."""
 
 _SAMPLES = 4096
 _HORIZON = 8
@@ -31,23 +30,18 @@ _MIX = 0x9E3779B1
 
 
 def age_bucket(age: int) -> int:
-    """Return the bucket of an age: two for each power of two."""
+    """Return the bucket of an age: 0, 1, 2 to 3, 4 to 5, 6 to 9 and so on, two for each power of two."""
+    age += 2
     bits = age.bit_length()
-    if bits < 2:
-        return bits
-    return min(2 * bits - 2 + (age >> (bits - 2) & 1), BUCKETS - 1)
+    return 2 * bits - 4 + (age >> (bits - 2) & 1)
 
 
-def _bucket_starts() -> list[int]:
-    starts = [0, 1]
-    while len(starts) <= BUCKETS:
-        power = 1 << (len(starts) // 2)
-        starts.append(power + power // 2 * (len(starts) % 2))
-    return starts
+def _bucket_start(bucket: int) -> int:
+    half, odd = divmod(bucket, 2)
+    return (2 + odd << half) - 2
 
 
-_STARTS = _bucket_starts()
-_WIDTHS = [end - start for start, end in itertools.pairwise(_STARTS)]
+_WIDTHS = [_bucket_start(bucket + 1) - _bucket_start(bucket) for bucket in range(BUCKETS)]
 
 
 def worth_by_age(hits: Sequence[float], losses: Sequence[float]) -> list[float]:

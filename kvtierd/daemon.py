@@ -31,11 +31,10 @@ from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.backends.base import Backend
 from kvtierd.edges.backends.factory import make_backend, make_spec
 from kvtierd.edges.engine import EngineServer
+from kvtierd.edges.hub import EventHub
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.movers import Mover
 from kvtierd.edges.pool import Pool
-from kvtierd.edges.publisher import Publisher
-from kvtierd.edges.sequence import SequenceStore
 from kvtierd.edges.unix_socket import CannotCreate, make_folder
 from kvtierd.errors import InvariantBroken, PoolError
 
@@ -63,7 +62,7 @@ class Daemon:
         self._ladder: Ladder | None = None
         self._backends: dict[str, Backend] = {}
         self._movers: dict[str, Mover] = {}
-        self._publisher: Publisher | None = None
+        self._hub: EventHub | None = None
         self._liveness: Liveness | None = None
         self._engine: EngineServer | None = None
         self._control: EngineServer | None = None
@@ -109,8 +108,8 @@ class Daemon:
         await self._open_tiers()
         self._ladder = self._make_ladder(self._pool)
         if config.events.enabled:
-            self._publisher = await self._loop.run_in_executor(None, self._make_publisher)
-            self._publisher.start(self._loop)
+            self._hub = await self._loop.run_in_executor(None, self._make_hub)
+            self._hub.start(self._loop)
         self._make_movers(self._pool)
         self._liveness = Liveness(self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]))
         self._engine = self._server("engine.sock", self._pool, self._liveness)
@@ -173,18 +172,16 @@ class Daemon:
             lease_ttl=config.engine.lease_ttl,
         )
 
-    def _make_publisher(self) -> Publisher:
+    def _make_hub(self) -> EventHub:
         config = self.tier_file
-        audience = config.events.audiences[0]
         with contextlib.suppress(CannotCreate):  # without it numbers start from the clock, which status says
             make_folder("state_dir", config.state_dir)
-        return Publisher(
-            audience,
-            sequence=SequenceStore(config.state_dir, wall_clock=time.time, name=audience.name),
+        return EventHub(
+            config.events,
+            tiers={tier.name: tier.type for tier in config.tiers},
+            state_dir=config.state_dir,
             clock=time.time,
-            ring_batches=config.events.ring_batches,
-            ring_bytes=config.events.ring_bytes,
-            heartbeat=config.events.heartbeat,
+            endpoints_file=config.runtime_dir / "events.json",
         )
 
     def _make_movers(self, pool: Pool) -> None:
@@ -244,8 +241,8 @@ class Daemon:
         self._engine.deliver(session, replies)
 
     def _publish(self, events: Sequence[Any]) -> None:
-        if self._publisher is not None:
-            self._publisher.publish(events)
+        if self._hub is not None:
+            self._hub.publish(events)
 
     def _describe(self, namespace: str) -> None:
         """Leave a readable record of the namespace beside its blocks; best effort."""
@@ -265,6 +262,8 @@ class Daemon:
 
     def _tick(self) -> None:
         self.turn([stimuli.Tick()])
+        if self._hub is not None and self._ladder is not None:
+            self._hub.set_ranks(session.dp_rank for session in self._ladder.sessions.open.values())
         self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _arm(self, deadline: float | None) -> None:
@@ -297,8 +296,8 @@ class Daemon:
         for mover in self._movers.values():
             if not await mover.close(max(0.1, deadline - self._loop.time() - grace / 4)):
                 self._stuck = True  # a thread may still touch its slots: leave its backend and the pool alone
-        if self._publisher is not None:
-            await self._publisher.close(max(0.1, deadline - self._loop.time()))
+        if self._hub is not None:
+            await self._hub.close(max(0.1, deadline - self._loop.time()))
         for server in (self._engine, self._control):
             if server is not None:
                 await server.stop_listening()
@@ -357,8 +356,8 @@ class Daemon:
             }
         if self._ladder is not None:
             body.update(self._ladder.statistics())
-        if self._publisher is not None:
-            body["events"] = {**self._publisher.bound_endpoints(), **self._publisher.statistics()}
+        if self._hub is not None:
+            body["events"] = self._hub.statistics()
         body["movers"] = {name: mover.statistics() for name, mover in self._movers.items()}
         if self._engine is not None:
             body["engine"] = {**self._engine.counters, "connections": len(self._engine.connections)}

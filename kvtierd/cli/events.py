@@ -108,15 +108,18 @@ def _source(args: argparse.Namespace) -> Source:
         if args.since is not None and args.replay is None:
             raise ConfigError("--since needs --replay with the replay endpoint, or --config")
         return source
+    from kvtierd.config.audiences import render_topic
     from kvtierd.config.load import load_tier_file
 
-    audiences = load_tier_file(args.config, os.environ).tier_file.events.audiences
-    for audience in audiences:
+    events = load_tier_file(args.config, os.environ).tier_file.events
+    for audience in events.audiences:
         if args.audience in (None, audience.name):
+            if audience.bind is None:
+                raise ConfigError(f"audience {audience.name!r} connects to {audience.connect}: listen there")
             replay = args.replay or (audience.replay if args.since is not None else None)
-            topic = audience.topic if args.topic is None else args.topic
+            topic = render_topic(audience, events.model, os.environ) if args.topic is None else args.topic
             return Source(_connectable(audience.bind), replay and _connectable(replay), topic)
-    names = ", ".join(audience.name for audience in audiences)
+    names = ", ".join(audience.name for audience in events.audiences)
     raise ConfigError(f"{args.config}: no audience {args.audience!r}; there are: {names or 'none'}")
 
 

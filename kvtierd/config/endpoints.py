@@ -79,3 +79,11 @@ def parse_endpoint(value: str) -> Endpoint:
     if len(rest.encode()) > UNIX_PATH_MAX:
         raise ValueError(f"the path of a Unix socket has at most {UNIX_PATH_MAX} bytes")
     return Endpoint(path=rest)
+
+
+def offset(value: str, rank: int) -> str:
+    """Return the endpoint of a dp rank, as vLLM counts them: the port + ``rank``."""
+    if not rank:
+        return value
+    address, _, port = value.rpartition(":")
+    return f"{address}:{int(port) + rank}"

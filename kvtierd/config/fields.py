@@ -1,10 +1,23 @@
-"""Sizes, durations and limits as pydantic field types; their spelling is in :mod:`kvtierd.config.units`."""
+"""What all sections of the tier file are made of: their base, and names, paths, sizes and durations.
+
+The spelling of sizes and durations is in :mod:`kvtierd.config.units`.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+)
 
 from kvtierd.config.units import (
     DURATION_PATTERN,
@@ -14,6 +27,30 @@ from kvtierd.config.units import (
     parse_duration,
     parse_size,
 )
+
+Problem = tuple[tuple[str | int, ...], str]
+"""Path of the offending key and what is wrong with it."""
+
+
+class Section(BaseModel):
+    """A mapping of the tier file: strict types, no unknown keys, frozen once read."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False)
+
+
+def _to_path(value: object) -> object:
+    if not isinstance(value, (str, Path)) or not str(value).startswith("/") or "\0" in str(value):
+        raise ValueError("write an absolute path")
+    return Path(value)
+
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+AbsolutePath = Annotated[
+    Path,
+    BeforeValidator(_to_path),
+    PlainSerializer(str, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": "^/", "format": "path"}),
+]
 
 
 def _parse_limit(value: object) -> int | str:

@@ -6,21 +6,24 @@ import difflib
 from collections.abc import Iterator
 
 from kvtierd.config import schema
+from kvtierd.config.audiences import Audience, Curve, Events
 from kvtierd.config.document import KeyPath
+from kvtierd.config.fields import Section
 
-_TIERS: dict[str, type[schema._Section]] = {
+_TIERS: dict[str, type[Section]] = {
     "cpu": schema.CpuTier,
     "fs": schema.FsTier,
     "object": schema.ObjectTier,
     "plugin": schema.PluginTier,
 }
-_SECTIONS: dict[tuple[str, ...], tuple[type[schema._Section], ...]] = {
+_SECTIONS: dict[tuple[str, ...], tuple[type[Section], ...]] = {
     (): (schema.TierFile,),
     ("pool",): (schema.Pool,),
     ("tiers", "*"): tuple(_TIERS.values()),
     ("tiers", "*", "credentials"): (schema.Credentials,),
-    ("events",): (schema.Events,),
-    ("events", "audiences", "*"): (schema.Audience,),
+    ("events",): (Events,),
+    ("events", "audiences", "*"): (Audience,),
+    ("events", "audiences", "*", "curve"): (Curve,),
     ("admin",): (schema.Admin,),
     ("engine",): (schema.Engine,),
 }

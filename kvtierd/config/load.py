@@ -10,7 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from kvtierd.config.audiences import Audience, topic_problems
 from kvtierd.config.document import Document, DocumentError, KeyPath, parse_document
+from kvtierd.config.endpoints import parse_endpoint
 from kvtierd.config.environment import apply_environment
 from kvtierd.config.keys import hint, known_keys
 from kvtierd.config.plugins import unknown_type
@@ -61,6 +63,9 @@ def load_tier_file(path: str | Path, environ: Mapping[str, str]) -> Loaded:
     for name, message in env_problems:
         report.add_variable(name, message)
     tier_file = _validate(document.value, report)
+    if tier_file is not None:
+        for key_path, message in topic_problems(tier_file.events, environ):
+            report.add(key_path, message)
     if tier_file is None or report.lines:
         raise ConfigError(report.text())
     origins = {
@@ -98,8 +103,20 @@ def preflight(tier_file: TierFile) -> Iterator[str]:
             and tier.max_bytes == "unlimited"
         ):
             yield f"tier {tier.name!r}: max_bytes is unlimited and memory:// keeps blocks in this process"
+    for audience in tier_file.events.audiences:
+        yield from _open_doors(audience)
     if not tier_file.events.enabled:
         yield "events.enabled is false: nothing is published, whatever the tiers' own events keys say"
+
+
+def _open_doors(audience: Audience) -> Iterator[str]:
+    carry = "carry" if audience.publishes_tokens else "do not carry"
+    for key, where in audience.endpoints():
+        if key != "connect" and parse_endpoint(where).is_wildcard and audience.curve is None:
+            yield (
+                f"audience {audience.name!r}: {key}: {where} takes anybody who can reach this pod; events "
+                f"{carry} the prompts' token ids"
+            )
 
 
 def _read(path: Path) -> Document:

@@ -12,12 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
-    PlainSerializer,
     Strict,
     StringConstraints,
     Tag,
@@ -27,8 +24,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvtierd.config import plugins
+from kvtierd.config.audiences import Events, audience_problems
 from kvtierd.config.endpoints import UNIX_PATH_MAX, Endpoint, parse_endpoint, parse_listen
-from kvtierd.config.fields import Duration, Limit, Size
+from kvtierd.config.fields import AbsolutePath, Duration, Limit, Name, Problem, Section, Size
 from kvtierd.config.object_store import (
     check_endpoint,
     check_url,
@@ -39,17 +37,8 @@ from kvtierd.config.object_store import (
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Locality
 
-Problem = tuple[tuple[str | int, ...], str]
-"""Path of the offending key and what is wrong with it."""
-
 BestEffort = Literal["auto", "require", "off"]
 """``auto``: try, and say in status what came of it. ``require``: refuse to start without. ``off``: never."""
-
-
-def _to_path(value: object) -> object:
-    if not isinstance(value, (str, Path)) or not str(value).startswith("/") or "\0" in str(value):
-        raise ValueError("write an absolute path")
-    return Path(value)
 
 
 def _to_locality(value: object) -> object:
@@ -66,11 +55,6 @@ def _check_version(value: object) -> object:
     return value
 
 
-def _check_endpoint(value: str) -> str:
-    parse_endpoint(value)
-    return value
-
-
 def _check_listen(value: str) -> str:
     parse_listen(value)
     return value
@@ -80,19 +64,11 @@ def _to_credentials(value: object) -> object:
     return {} if value == "env" else value
 
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-AbsolutePath = Annotated[
-    Path,
-    BeforeValidator(_to_path),
-    PlainSerializer(str, return_type=str, when_used="json"),
-    WithJsonSchema({"type": "string", "pattern": "^/", "format": "path"}),
-]
 LocalityField = Annotated[
     Locality,
     BeforeValidator(_to_locality),
     WithJsonSchema({"enum": ["LOCAL", "REMOTE"]}),
 ]
-EndpointField = Annotated[str, AfterValidator(_check_endpoint)]
 ListenField = Annotated[str, AfterValidator(_check_listen)]
 PluginType = Annotated[
     str, WithJsonSchema({"type": "string", "not": {"enum": list(plugins.BUILT_IN)}, "minLength": 1})
@@ -104,11 +80,7 @@ Policy = Literal["auto", "lru", "s3fifo", "arc"]
 Workers = Annotated[int, Field(ge=1, le=64)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False)
-
-
-class Pool(_Section):
+class Pool(Section):
     """The shared host memory that is the CPU tier. ``bytes`` is the total, whatever the number of ranks."""
 
     bytes: Annotated[Size, Field(ge=UNIT)]
@@ -120,7 +92,7 @@ class Pool(_Section):
     prefault_threads: Annotated[int, Field(ge=0, le=256)] = 0
 
 
-class CpuTier(_Section):
+class CpuTier(Section):
     """The primary tier: the slots of the pool. It has no locality; only fs and object tiers may."""
 
     name: Name
@@ -129,7 +101,7 @@ class CpuTier(_Section):
     events: bool = True
 
 
-class _StorageTier(_Section):
+class _StorageTier(Section):
     """What all tiers below the pool have in common.
 
     ``ttl``: a block unused for this long leaves. ``demote``: write when a block is stored, or only when the
@@ -165,7 +137,7 @@ class FsTier(_StorageTier):
     fsync: Literal["none", "data"] = "none"
 
 
-class Credentials(_Section):
+class Credentials(Section):
     """Where an object tier's keys come from; nothing set, or ``env``: the provider's own chain.
 
     That is its variables, workload identity or the machine's metadata service. Keys themselves never stand in
@@ -218,7 +190,7 @@ class PluginTier(_StorageTier):
 
     type: PluginType
     max_bytes: Limit = "unlimited"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 def _tier_tag(value: object) -> str | None:
@@ -240,40 +212,13 @@ StorageTier = FsTier | ObjectTier | PluginTier
 """Every tier below the pool."""
 
 
-class Audience(_Section):
-    """One PUB endpoint with its replay endpoint. ``tokens``: whether events carry the prompt's token ids."""
-
-    name: Name
-    bind: EndpointField = "tcp://127.0.0.1:5557"
-    replay: EndpointField | None = "tcp://127.0.0.1:5558"
-    topic: Annotated[str, StringConstraints(max_length=512)] = ""
-    form: Literal["map"] = "map"
-    tokens: bool | None = None
-    hwm: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
-
-    @property
-    def publishes_tokens(self) -> bool:
-        """``tokens`` with its default filled in: true, since unset is only allowed inside the pod."""
-        return self.tokens is not False
-
-
-class Events(_Section):
-    """The event stream. The replay ring holds at most ``ring_batches`` and at most ``ring_bytes``."""
-
-    enabled: bool = True
-    audiences: Annotated[tuple[Audience, ...], Strict(False)] = (Audience(name="default"),)
-    ring_batches: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
-    ring_bytes: Size = 64 << 20
-    heartbeat: Duration = 5.0
-
-
-class Admin(_Section):
+class Admin(Section):
     """The read-only HTTP listener (health, metrics); ``null`` turns it off."""
 
     listen: ListenField | None = "127.0.0.1:9557"
 
 
-class Engine(_Section):
+class Engine(Section):
     """Bounds on what engines may hold. ``lease_ttl`` is the ceiling for leases of loads."""
 
     job_ttl: Duration = 60.0
@@ -282,7 +227,7 @@ class Engine(_Section):
     max_frame_bytes: Annotated[Size, Field(ge=64 << 10, le=1 << 30)] = 16 << 20
 
 
-class TierFile(_Section):
+class TierFile(Section):
     """A whole tier file. The order of ``tiers`` is the order in which their events are drained."""
 
     version: Annotated[Literal[1], BeforeValidator(_check_version)]
@@ -308,7 +253,7 @@ def problems_between(tier_file: TierFile) -> Iterator[Problem]:
     yield from _pool_problems(tier_file.pool)
     yield from _tier_problems(tier_file)
     yield from _object_tier_problems(tier_file.tiers)
-    yield from _audience_problems(tier_file.events)
+    yield from audience_problems(tier_file.events)
     yield from _endpoint_problems(tier_file)
 
 
@@ -380,30 +325,11 @@ def _object_problems(tier: ObjectTier) -> Iterator[tuple[str, str]]:
     )
 
 
-def _audience_problems(events: Events) -> Iterator[Problem]:
-    if len(events.audiences) != 1:
-        yield ("events", "audiences"), "exactly one audience is supported in this release"
-    for index, audience in enumerate(events.audiences):
-        path = ("events", "audiences", index)
-        if any(audience.name == other.name for other in events.audiences[:index]):
-            yield (*path, "name"), f"another audience is already named {audience.name!r}"
-        binds = [audience.bind] if audience.replay is None else [audience.bind, audience.replay]
-        outside = [bind for bind in binds if not parse_endpoint(bind).is_loopback]
-        if outside and audience.tokens is None:
-            yield (
-                (*path, "tokens"),
-                f"{outside[0]} can be reached from outside the pod: write tokens: true (events carry the "
-                "prompts' token ids, which some routers need) or tokens: false",
-            )
-
-
 def _endpoint_problems(tier_file: TierFile) -> Iterator[Problem]:
     bound: list[tuple[tuple[str | int, ...], Endpoint]] = []
     for index, audience in enumerate(tier_file.events.audiences):
         path = ("events", "audiences", index)
-        bound.append(((*path, "bind"), parse_endpoint(audience.bind)))
-        if audience.replay is not None:
-            bound.append(((*path, "replay"), parse_endpoint(audience.replay)))
+        bound += [((*path, key), parse_endpoint(where)) for key, where in audience.bound()]
     if tier_file.admin.listen is not None:
         bound.append((("admin", "listen"), parse_listen(tier_file.admin.listen)))
     for (first, one), (second, other) in combinations(bound, 2):

@@ -1,114 +1,127 @@
-"""The door of the event stream: one audience's PUB socket, its replay ROUTER and its heartbeat.
+"""One numbered stream: a projection of the tier events, its log, its heartbeat, and who gets it.
 
 Everything runs in the event loop's thread on plain sockets. ``publish`` never waits: PUB drops for a
 subscriber that is behind (the subscriber sees the gap and asks for a replay), and the ring keeps what was
-sent. Replays are served in small slices between the loop's other work.
+sent. A batch is encoded once, however many audiences (outlets) get it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from kvtierd.config.schema import Audience
 from kvtierd.core.model import TierEvent
-from kvtierd.edges.replay import ReplayServer
+from kvtierd.edges.outlet import Outlet, OutletPlan
 from kvtierd.edges.sequence import SequenceStore
-from kvtierd.errors import ConfigError
-from kvtierd.wire.kvevents import Form
-from kvtierd.wire.projection import Change, Projection
-from kvtierd.wire.stream import StreamLog, encode_sequence, split
+from kvtierd.wire.kvevents import WireEvent
+from kvtierd.wire.projection import Change, Projection, View, runs_of
+from kvtierd.wire.ranks import Fan
+from kvtierd.wire.stream import Limits, StreamLog, encode_sequence, split
 
 logger = logging.getLogger(__name__)
 
-PUB_MAX_MESSAGE = 4096
-"""Bytes; a PUB socket receives nothing but subscriptions."""
+MAX_HELD = 1 << 14
+"""Changes that wait to be sent together; one more sends them."""
+SWEEP_SLICE = 512
+"""Changes that a rank which comes or goes is told of at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """How a stream is made; audiences of equal plans share one.
+
+    ``coalesce``: seconds that changes wait for others to share a batch, 0: none. ``renumber_after``: numbers
+    start low again then.
+    """
+
+    view: View
+    limits: Limits
+    heartbeat: float
+    coalesce: float = 0.0
+    renumber_after: int | None = None
 
 
 class Publisher:
-    """Publishes to one audience.
+    """Publishes one stream to its outlets. ``clock`` returns seconds since the epoch (a batch's ``ts``).
 
-    ``clock`` returns seconds since the epoch (a batch's ``ts``); ``heartbeat`` is in seconds of silence, 0
-    turns it off; events of ``hidden_tiers`` are not for this audience. The publisher closes ``sequence``.
+    ``ranks``: the dp ranks that readers know the shared pool's blocks of. The publisher closes ``sequence``.
     """
 
     def __init__(
         self,
-        audience: Audience,
+        plan: StreamPlan,
+        outlets: Sequence[OutletPlan],
         *,
         sequence: SequenceStore,
         clock: Callable[[], float],
-        ring_batches: int,
-        ring_bytes: int,
-        heartbeat: float,
-        hidden_tiers: frozenset[str] = frozenset(),
+        ranks: Iterable[int] = (0,),
     ) -> None:
-        form = Form(audience.form)
-        self._audience = audience
-        self._topic = audience.topic.encode()
+        self.plan = plan
+        self.outlets = [Outlet(outlet) for outlet in outlets]
         self._sequence = sequence
         self._clock = clock
-        self._heartbeat = heartbeat
-        self._projection = Projection(hidden=hidden_tiers, locality=form is Form.MAP)
-        self._log = StreamLog(
-            ring_batches=ring_batches, ring_bytes=ring_bytes, form=form, tokens=audience.publishes_tokens
+        self._projection = Projection(plan.view)
+        self._fan = (
+            Fan(self._projection.announced, ranks, only=plan.view.rank) if plan.view.each_rank else None
         )
+        self._log = StreamLog(plan.limits, plan.view)
+        self._log.begin(sequence.upcoming)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._pub: zmq.Socket[bytes] | None = None
-        self._replay: ReplayServer | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._open = False
+        self._held: list[Change] = []
+        self._flushing: asyncio.Handle | None = None
+        self._wanted: frozenset[int] | None = None
+        self._sweep: Iterator[list[Change]] | None = None
+        self._sweeping: asyncio.Handle | None = None
+        self._beating: asyncio.TimerHandle | None = None
         self._extending: asyncio.Future[None] | None = None
-        self._endpoints: dict[str, str] = {}
         self._sent_at = 0.0
-        self._rank = 0
+        self._rank = plan.view.rank or 0
         self._last_number: int | None = None
         self._counts = dict.fromkeys(
-            ("batches", "events", "bytes", "dropped", "heartbeats", "after_close"), 0
+            ("batches", "events", "foreign_events", "bytes", "heartbeats", "renumbered"), 0
         )
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind both sockets and start the heartbeat; to be called in the loop's thread.
+    def start(self, loop: asyncio.AbstractEventLoop, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Open the outlets and start the heartbeat; to be called in the loop's thread.
 
         Raises:
-            ConfigError: an endpoint cannot be bound; names the audience, the endpoint and the reason.
+            ConfigError: an endpoint cannot be bound.
         """
         self._loop = loop
-        self._context = zmq.Context()
-        try:
-            self._pub = self._bind(zmq.PUB, "bind", self._audience.bind, self._audience.hwm)
-            if self._audience.replay is not None:
-                router = self._bind(zmq.ROUTER, "replay", self._audience.replay, None)
-                self._replay = ReplayServer(loop, router, self._topic, self._log.since)
-        except BaseException:
-            self._context.destroy(linger=0)
-            self._context = self._pub = None
-            self._sequence.close()
-            raise
+        for outlet in self.outlets:
+            outlet.open(context, loop, self._log.since)
+        self._open = True
         self._sent_at = loop.time()
         self._beat()
 
-    def publish(self, events: Sequence[TierEvent]) -> None:
-        """Send one turn's events, in drain order; never waits.
+    def seed(self, events: Sequence[TierEvent]) -> None:
+        """Know residencies that readers heard of before this run, without a word."""
+        self._log.seed(self._spread(self._projection.apply(events)))
 
-        A turn whose events this audience does not get, or need not hear, is sent as an empty batch.
-        """
-        if self._pub is None:
-            self._counts["after_close"] += len(events)
-            return
-        if not events:
-            return
-        runs = self._projection.apply(events)
-        for run in runs:
-            for part in split(run.changes):
-                self._send(run.rank, part)
-        if not runs:
-            self._send(self._rank, ())
+    def publish(self, events: Sequence[TierEvent]) -> None:
+        """Tell one turn's events, in drain order; what this audience need not hear costs no batch."""
+        self._tell(self._spread(self._projection.apply(events)))
+
+    def inject(self, rank: int, events: Sequence[WireEvent], *, announce: bool = True) -> None:
+        """Tell another publisher's events (or, without ``announce``, know them as :meth:`seed` does)."""
+        changes = self._projection.inject(rank, events)
+        if announce:
+            self._counts["foreign_events"] += len(changes)
+            self._tell(changes)
+        else:
+            self._log.seed(changes)
+
+    def set_ranks(self, ranks: frozenset[int]) -> None:
+        """Announce the pool's blocks for exactly these dp ranks, little by little; none changes nothing."""
+        if self._fan is not None and ranks:
+            self._wanted = ranks
+            self._sweep_on()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters since the start and present sizes, by name (plain values)."""
@@ -118,82 +131,130 @@ class Publisher:
             "sequence": self._last_number,
             "sequence_degraded": self._sequence.degraded,
             "announced": len(self._projection),
+            "foreign": self._projection.foreign,
+            "foreign_repeats": self._projection.foreign_repeats,
             "unmatched_removals": self._projection.unmatched,
             "ring_batches": log.ring_batches,
             "ring_bytes": log.ring_bytes,
             "folded_batches": log.folded,
             "tombstones": log.tombstones,
             "tombstones_forgotten": log.forgotten,
-            **({} if self._replay is None else self._replay.statistics()),
         }
 
-    def bound_endpoints(self) -> dict[str, str]:
-        """Return the endpoints under ``bind`` and ``replay``, with the real port where 0 was asked."""
-        return dict(self._endpoints)
-
-    async def close(self, grace: float) -> None:
-        """Stop publishing; give queued batches and running replays up to ``grace`` seconds to get out."""
-        if self._pub is None or self._loop is None or self._context is None:
+    async def finish(self, grace: float, linger: float) -> None:
+        """Stop publishing; give running replays up to ``grace`` seconds to end."""
+        if not self._open:
             return
-        deadline = self._loop.time() + grace
-        pub, self._pub = self._pub, None
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._replay is not None:
-            await self._replay.close(grace / 2, linger=grace / 2)
+        self.flush()
+        self._open = False
+        for handle in (self._beating, self._sweeping, self._flushing):
+            if handle is not None:
+                handle.cancel()
+        await asyncio.gather(*(outlet.finish(grace, linger) for outlet in self.outlets))
         if self._extending is not None:
             await asyncio.wait([self._extending], timeout=grace)
-        pub.close(linger=max(0, int((deadline - self._loop.time()) * 1000)))
-        # Waits for the linger times at most; in a thread, since the loop has others to serve.
-        await self._loop.run_in_executor(None, self._context.term)
-        await self._loop.run_in_executor(None, self._sequence.close)
 
-    def _bind(self, kind: int, key: str, endpoint: str, hwm: int | None) -> zmq.Socket[bytes]:
-        assert self._context is not None
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, PUB_MAX_MESSAGE)
-        if "[" in endpoint:
-            socket.setsockopt(zmq.IPV6, 1)
-        if hwm is not None:
-            socket.setsockopt(zmq.SNDHWM, hwm)
-        if kind == zmq.ROUTER:
-            ReplayServer.configure(socket)
-        before = os.umask(0o117)  # an ipc file is born 0660
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"events: audience {self._audience.name!r}: {key}: cannot bind {endpoint}: {error.strerror}"
-            ) from error
-        finally:
-            os.umask(before)
-        self._endpoints[key] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return socket
+    def close(self, linger: float) -> None:
+        """Close the sockets; what is queued gets ``linger`` seconds, while the context ends."""
+        self._open = False
+        for outlet in self.outlets:
+            outlet.close(linger)
+
+    def abandon(self) -> None:
+        """Close whatever is open at once, where the start failed half-way."""
+        self._open = False
+        if self._beating is not None:
+            self._beating.cancel()
+        for outlet in self.outlets:
+            outlet.abandon()
+
+    def release(self) -> None:
+        """Give unused numbers back. Waits for the disk."""
+        self._sequence.close()
+
+    def flush(self) -> None:
+        """Send what is held back."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        held, self._held = self._held, []
+        if self._fan is not None and self.plan.coalesce:
+            held.sort(key=lambda change: change.key.rank)  # stable: each rank's in their order
+        self._send_all(held)
+
+    def _spread(self, changes: list[Change]) -> list[Change]:
+        return changes if self._fan is None else self._fan.spread(changes)
+
+    def _tell(self, changes: list[Change]) -> None:
+        if not changes:
+            return
+        told = any(change.told for change in changes)
+        if not self._held and told and not self.plan.coalesce:
+            self._send_all(changes)
+            return
+        self._held += changes
+        if len(self._held) >= MAX_HELD or (told and not self.plan.coalesce):
+            self.flush()
+        elif told and self._flushing is None:
+            assert self._loop is not None
+            self._flushing = self._loop.call_later(self.plan.coalesce, self.flush)
+
+    def _send_all(self, changes: list[Change]) -> None:
+        limits = self.plan.limits
+        for run in runs_of(changes):
+            for part in split(run.changes, max_events=limits.max_events, max_bytes=limits.max_bytes):
+                self._send(run.rank, part)
 
     def _send(self, rank: int, changes: Sequence[Change]) -> None:
-        """Number a batch, keep it, and hand it to the socket."""
-        assert self._pub is not None
+        """Number a batch, keep it, and hand it to the sockets."""
         assert self._loop is not None
+        limit, upcoming = self.plan.renumber_after, self._sequence.upcoming
+        if limit is not None and upcoming >= max(limit, 4 * self._log.numbers_for_state):
+            self._sequence.restart(self._log.restart())
+            self._counts["renumbered"] += 1
         number = self._sequence.next()
         payload = self._log.append(number, self._clock(), rank, changes)
         self._last_number, self._rank, self._sent_at = number, rank, self._loop.time()
-        try:
-            self._pub.send_multipart((self._topic, encode_sequence(number), payload), zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # the number stays taken: readers see a gap and find it in the ring
-            self._counts["dropped"] += 1
-            logger.warning("audience %s: batch %d not sent: %s", self._audience.name, number, error)
+        frame = encode_sequence(number)
+        for outlet in self.outlets:
+            outlet.send(frame, payload)
         self._counts["batches"] += 1
-        self._counts["events"] += len(changes)
+        self._counts["events"] += sum(change.told for change in changes)
         self._counts["bytes"] += len(payload)
         if self._sequence.low and (self._extending is None or self._extending.done()):
             self._extending = self._loop.run_in_executor(None, self._sequence.extend)
 
+    def _sweep_on(self) -> None:
+        """Tell one slice of a rank's coming or going; the next one after others had their turn."""
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_soon(self._sweep_slice)
+
+    def _sweep_slice(self) -> None:
+        self._sweeping = None
+        assert self._fan is not None
+        if self._sweep is None and self._wanted is not None:
+            self._sweep = self._fan.sweep(self._wanted)
+        if self._sweep is None or not self._open:
+            return
+        part: list[Change] = []
+        for changes in self._sweep:
+            part += changes
+            if len(part) >= SWEEP_SLICE:
+                break
+        else:
+            self._sweep = None
+        self._tell(part)
+        self._sweep_on()
+
     def _beat(self) -> None:
         """Send an empty batch after a silence: a reader that just joined asks for a replay only then."""
-        if self._loop is None or self._pub is None or self._heartbeat <= 0:
+        heartbeat = self.plan.heartbeat
+        if self._loop is None or not self._open or heartbeat <= 0:
             return
-        if self._loop.time() - self._sent_at >= self._heartbeat:
+        if self._loop.time() - self._sent_at >= heartbeat:
             self._counts["heartbeats"] += 1
-            self._send(self._rank, ())
-        self._timer = self._loop.call_at(self._sent_at + self._heartbeat, self._beat)
+            if self._held:
+                self.flush()
+            else:
+                self._send(self._rank, ())
+        self._beating = self._loop.call_at(self._sent_at + heartbeat, self._beat)

@@ -112,6 +112,10 @@ class ReplayServer:
                 await self._idle.wait()
         except TimeoutError:
             self._counts["replays_abandoned"] += len(self._active) + len(self._waiting)
+        self.stop(linger=linger)
+
+    def stop(self, *, linger: float) -> None:
+        """Close at once; ``linger`` seconds for what is queued."""
         self._loop.remove_reader(self._descriptor)
         for handle in (self._scheduled, self._draining):
             if handle is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class SequenceStore:
-    """The numbers of one audience's stream, kept in ``state_dir`` (``None``: kept nowhere).
+    """The numbers of one stream, kept in ``state_dir`` for each of its audiences (``None``: kept nowhere).
+
+    The stream goes on after the highest number that any of ``names`` got, so audiences may come to share
+    one stream, or part, from one run to the next.
 
     Where they cannot be kept, numbers start from the wall clock in microseconds since the epoch: more than
     any run before can have sent. ``degraded`` then says why. ``wall_clock`` returns seconds since the
@@ -32,19 +35,20 @@ class SequenceStore:
         state_dir: str | os.PathLike[str] | None,
         *,
         wall_clock: Callable[[], float],
-        name: str = "default",
+        names: Sequence[str] = ("default",),
         block: int = 1 << 13,
     ) -> None:
-        self._path = None if state_dir is None else Path(state_dir) / f"sequence-{quote(name, safe='')}"
+        folder = None if state_dir is None else Path(state_dir)
+        self._paths = [folder / f"sequence-{quote(name, safe='')}" for name in names] if folder else []
         self._block = block
         self._lock = threading.Lock()
         self.degraded: str | None = None
         self._next, trusted = self._read()
-        if self._path is None:
+        if not self._paths:
             self._degrade("there is no state_dir")
         elif trusted:
             trusted = self._reserve(self._next + block)
-        if self._path is None or not trusted:
+        if not self._paths or not trusted:
             self._next = max(self._next, int(wall_clock() * 1e6))
             self._reserve(self._next + block)
         self._reserved = self._next + block
@@ -53,6 +57,18 @@ class SequenceStore:
     def low(self) -> bool:
         """Whether half of the reserved block is used: time to call :meth:`extend`, from any thread."""
         return self._reserved - self._next <= self._block // 2
+
+    @property
+    def upcoming(self) -> int:
+        """The number that :meth:`next` will return."""
+        return self._next
+
+    def restart(self, first: int) -> None:
+        """Go on at ``first``, which may be lower. Waits for the disk."""
+        with self._lock:
+            self._next = first
+            self._reserve(first + self._block)
+            self._reserved = first + self._block
 
     def next(self) -> int:
         """Return the next number; writes the file only if nobody called :meth:`extend` in time."""
@@ -78,36 +94,39 @@ class SequenceStore:
             self._reserved = self._next
 
     def _read(self) -> tuple[int, bool]:
-        """Return the first free number and whether the file can be believed."""
+        """Return the first free number and whether all files can be believed."""
+        found = [self._read_one(path) for path in self._paths]
+        return max((number for number, _ in found), default=0), all(trusted for _, trusted in found)
+
+    def _read_one(self, path: Path) -> tuple[int, bool]:
         try:
-            text = self._path.read_text("ascii") if self._path is not None else "0"
-            number = int(text)
+            number = int(path.read_text("ascii"))
         except FileNotFoundError:
             return 0, True
         except (OSError, ValueError) as error:
-            self._degrade(f"cannot read {self._path}: {error}")
+            self._degrade(f"cannot read {path}: {error}")
             return 0, False
         if not 0 <= number <= MAX_SEQUENCE:
-            self._degrade(f"{self._path} holds {number}, which is no batch number")
+            self._degrade(f"{path} holds {number}, which is no batch number")
             return 0, False
         return number, True
 
     def _reserve(self, end: int) -> bool:
-        """Write that numbers below ``end`` are taken; whole or not at all."""
-        if self._path is None:
-            return False
-        temporary = self._path.with_name(f"{self._path.name}.new")
+        """Write that numbers below ``end`` are taken; each file whole or not at all."""
         try:
-            with open(temporary, "w", encoding="ascii") as file:
-                file.write(f"{end}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
-            _sync_folder(self._path.parent)
+            for path in self._paths:
+                temporary = path.with_name(f"{path.name}.new")
+                with open(temporary, "w", encoding="ascii") as file:
+                    file.write(f"{end}\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            if self._paths:
+                _sync_folder(self._paths[0].parent)
         except OSError as error:
-            self._degrade(f"cannot write {self._path}: {error}")
+            self._degrade(f"cannot write {path}: {error}")
             return False
-        return True
+        return bool(self._paths)
 
     def _degrade(self, reason: str) -> None:
         if self.degraded is None:

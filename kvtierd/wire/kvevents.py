@@ -11,12 +11,12 @@ kvtierd never sets ``ownership``, ``session_id`` or ``lookahead_token_ids``: rea
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, TierEvent
 
 EventHash = int | bytes
 T = TypeVar("T")
@@ -146,7 +146,7 @@ def has_group(block: Block) -> bool:
 
 
 def stored(
-    block: Block, index: int, medium: Medium, locality: Locality | None, *, tokens: bool = True
+    block: Block, index: int, medium: str, locality: str | None, *, tokens: bool = True
 ) -> BlockStored:
     """Return the event that announces the ``index``-th hash of a block, chained to the hash before it.
 
@@ -162,10 +162,10 @@ def stored(
             token_ids=(),
             block_size=0,
             lora_id=None,
-            medium=medium.value,
+            medium=medium,
             lora_name=None,
             group_idx=group,
-            locality=locality.value if locality else None,
+            locality=locality,
         )
     return BlockStored(
         block_hashes=(meta.hashes[index],),
@@ -173,31 +173,101 @@ def stored(
         token_ids=_part(meta.token_ids, index, meta.block_size, len(meta.hashes)) if tokens else (),
         block_size=meta.block_size,
         lora_id=meta.lora_id,
-        medium=medium.value,
+        medium=medium,
         lora_name=meta.lora_name,
         extra_keys=None if meta.extra_keys is None else _part(meta.extra_keys, index, 1, len(meta.hashes)),
         group_idx=group,
         kv_cache_spec_kind=meta.spec_kind,
         kv_cache_spec_sliding_window=meta.sliding_window if meta.spec_kind is not None else None,
-        locality=locality.value if locality else None,
+        locality=locality,
     )
 
 
-def removed(
-    event_hash: EventHash, group: int | None, medium: Medium, locality: Locality | None
-) -> BlockRemoved:
+def removed(event_hash: EventHash, group: int | None, medium: str, locality: str | None) -> BlockRemoved:
     """Return the event that takes back one hash. ``group`` is what the store carried."""
-    return BlockRemoved(
-        block_hashes=(event_hash,),
-        medium=medium.value,
-        group_idx=group,
-        locality=locality.value if locality else None,
+    return BlockRemoved(block_hashes=(event_hash,), medium=medium, group_idx=group, locality=locality)
+
+
+def foreign_block(event: BlockStored, rank: int) -> Block:
+    """Return what another publisher's store tells, as a block that :func:`stored` can announce again.
+
+    Its identity is made up (no namespace); the fields that real readers stumble over are left behind.
+    """
+    meta = BlockMeta(
+        hashes=event.block_hashes,
+        parent=event.parent_block_hash,
+        token_ids=event.token_ids,
+        block_size=event.block_size,
+        lora_id=event.lora_id,
+        lora_name=event.lora_name,
+        extra_keys=event.extra_keys,
+        spec_kind=event.kv_cache_spec_kind,
+        sliding_window=event.kv_cache_spec_sliding_window,
     )
+    return Block(BlockId("", BlockKey(b"\0", event.group_idx or 0)), 0, meta, rank)
+
+
+def pack(events: Iterable[WireEvent], *, most: int = 1024) -> Iterator[WireEvent]:
+    """Join neighbours into events of up to ``most`` hashes, as vLLM sends them.
+
+    Stores are joined along a chain (each the parent of the next, all else equal), removals where all but the
+    hash is equal.
+    """
+    group: list[WireEvent] = []
+    for event in events:
+        if group and not (len(group) < most and _continues(group[-1], event)):
+            yield _joined(group)
+            group = []
+        group.append(event)
+    if group:
+        yield _joined(group)
+
+
+_SAME_STORED = (
+    "medium",
+    "locality",
+    "group_idx",
+    "block_size",
+    "lora_id",
+    "lora_name",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+
+
+def _continues(last: WireEvent, event: WireEvent) -> bool:
+    if isinstance(last, BlockRemoved) and isinstance(event, BlockRemoved):
+        return all(getattr(last, n) == getattr(event, n) for n in ("medium", "locality", "group_idx"))
+    if not (isinstance(last, BlockStored) and isinstance(event, BlockStored)):
+        return False
+    return (
+        event.block_size > 0
+        and event.parent_block_hash == last.block_hashes[-1]
+        and (last.extra_keys is None) == (event.extra_keys is None)
+        and len(last.token_ids) == len(event.token_ids)
+        and all(getattr(last, name) == getattr(event, name) for name in _SAME_STORED)
+    )
+
+
+def _joined(group: list[WireEvent]) -> WireEvent:
+    first = group[0]
+    if len(group) == 1 or isinstance(first, AllBlocksCleared):
+        return first
+    hashes = tuple(h for event in group for h in event.block_hashes)  # type: ignore[union-attr]
+    if isinstance(first, BlockRemoved):
+        return msgspec.structs.replace(first, block_hashes=hashes)
+    stores = [event for event in group if isinstance(event, BlockStored)]
+    extra = None
+    if first.extra_keys is not None:
+        extra = tuple(key for event in stores for key in event.extra_keys or ())
+    tokens = tuple(token for event in stores for token in event.token_ids)
+    return msgspec.structs.replace(first, block_hashes=hashes, token_ids=tokens, extra_keys=extra)
 
 
 def to_wire(event: TierEvent, *, tokens: bool = True) -> list[WireEvent]:
     """Return one tier event as wire events: a store root first, a removal leaf first."""
-    block, medium, locality = event.block, event.medium, event.locality
+    block, medium = event.block, event.medium.value
+    locality = event.locality.value if event.locality is not None else None
     if event.kind is EventKind.STORED:
         return [stored(block, i, medium, locality, tokens=tokens) for i in range(len(block.hashes))]
     group = block.id.key.group if has_group(block) else None

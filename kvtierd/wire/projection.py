@@ -2,7 +2,8 @@
 
 Several tiers can share a reader's key (two storage tiers of one locality), and so can several blocks
 (overlapping chunks, two namespaces). A reader keeps a set, so it is told only when a count leaves 0 or
-comes back to it.
+comes back to it. Events of another publisher (an engine's own, relayed) join the same counts; they are taken
+as a set, so that a repeat says nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,44 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent
-from kvtierd.wire.kvevents import EventHash, WireEvent, has_group, removed, stored
+from kvtierd.wire.kvevents import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventHash,
+    Form,
+    WireEvent,
+    foreign_block,
+    has_group,
+    removed,
+    stored,
+)
+
+EVERY_RANK = -1
+"""The rank in keys that stand for all attached dp ranks."""
+DEVICE = "GPU"
+MEDIA = (DEVICE, *(medium.value for medium in Medium))
+_WIRE_MEDIA = (*MEDIA, "FS", "OBJ")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What an audience wants to hear and how. Audiences of equal views can share all that is made of one.
+
+    ``media``: only these (by kvtierd's names). ``removals``: whether it hears that a block left a tier.
+    ``names``: tiers whose medium has another name on the wire. ``rank``: only this dp rank. ``each_rank``:
+    blocks of the shared pool are announced for every attached dp rank, else once, for the rank that stored
+    them.
+    """
+
+    form: Form = Form.MAP
+    tokens: bool = True
+    media: frozenset[str] | None = None
+    removals: bool = True
+    one_block: bool = True
+    names: tuple[tuple[str, str], ...] = ()
+    rank: int | None = None
+    each_rank: bool = False
 
 
 class ReaderKey(NamedTuple):
@@ -21,21 +59,23 @@ class ReaderKey(NamedTuple):
     rank: int
     hash: EventHash
     group: int
-    medium: Medium
-    locality: Locality | None
+    medium: str
+    locality: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A reader's key became resident (``block``: whose ``index``-th hash says it) or not (``block`` None).
 
-    ``grouped``: whether the announcement carried the group, so that the removal does just that.
+    ``grouped``: whether the announcement carried the group, so that the removal does just that. ``told``:
+    whether the reader hears it, or only the record of what is there changes.
     """
 
     key: ReaderKey
     block: Block | None
     index: int = 0
     grouped: bool = True
+    told: bool = True
 
     def to_wire(self, *, tokens: bool = True) -> WireEvent:
         """Return the event that tells it."""
@@ -43,6 +83,14 @@ class Change:
         if self.block is not None:
             return stored(self.block, self.index, key.medium, key.locality, tokens=tokens)
         return removed(key.hash, key.group if self.grouped else None, key.medium, key.locality)
+
+    def of_rank(self, rank: int) -> Change:
+        """Return the same change of another dp rank."""
+        return Change(self.key._replace(rank=rank), self.block, self.index, self.grouped, self.told)
+
+    def undone(self, *, told: bool = True) -> Change:
+        """Return the removal that takes this store back."""
+        return Change(self.key, None, grouped=self.grouped, told=told)
 
     @property
     def parent(self) -> EventHash | None:
@@ -54,8 +102,8 @@ class Change:
     @property
     def size(self) -> int:
         """Roughly how many bytes the event takes on the wire."""
-        tokens = self.block.meta.token_ids if self.block is not None and self.block.meta is not None else ()
-        return 256 + 5 * len(tokens)
+        meta = self.block.meta if self.block is not None else None
+        return 256 if meta is None else 256 + 5 * len(meta.token_ids) // len(meta.hashes)
 
 
 class Run(NamedTuple):
@@ -66,73 +114,128 @@ class Run(NamedTuple):
 
 
 class Projection:
-    """Turns tier events in drain order into what a reader must hear, in the same order.
+    """Turns tier events in drain order, and another publisher's events, into what a reader must hear."""
 
-    ``hidden`` names the tiers whose events this audience does not get; ``locality`` says whether its form
-    carries the locality (else tiers that differ in nothing else are one to the reader).
-    """
-
-    def __init__(self, *, hidden: frozenset[str] = frozenset(), locality: bool = True) -> None:
-        self._hidden = hidden
-        self._locality = locality
-        self._announced: dict[ReaderKey, Change] = {}
+    def __init__(self, view: View | None = None) -> None:
+        self.view = view = view if view is not None else View()
+        self._locality = view.form is Form.MAP
+        self._names = dict(view.names)
+        self.announced: dict[ReaderKey, Change] = {}
+        """All that readers know; to be read only."""
         self._more: dict[ReaderKey, int] = {}  # residencies beyond the first, where there are any
+        self._foreign: set[ReaderKey] = set()
         self.unmatched = 0
         """Removals of what was never stored: a bug upstream, ignored."""
+        self.foreign_repeats = 0
+        """Another publisher's stores of what it had, and removals of what it had not."""
 
     def __len__(self) -> int:
         """Return how many residencies the reader knows."""
-        return len(self._announced)
+        return len(self.announced)
 
-    def apply(self, events: Sequence[TierEvent]) -> list[Run]:
-        """Count the events and return the changes to announce, in runs of one dp rank."""
-        runs: list[Run] = []
+    @property
+    def foreign(self) -> int:
+        """How many residencies another publisher announced."""
+        return len(self._foreign)
+
+    def apply(self, events: Sequence[TierEvent]) -> list[Change]:
+        """Count the events and return the changes to announce, in the same order."""
+        view, changes = self.view, list[Change]()
         for event in events:
-            if event.tier in self._hidden:
+            if view.media is not None and event.medium.value not in view.media:
                 continue
-            for change in self._count(event):
-                if not runs or runs[-1].rank != change.key.rank:
-                    runs.append(Run(change.key.rank, []))
-                runs[-1].changes.append(change)
-        return runs
+            if view.rank is not None and not view.each_rank and event.block.dp_rank != view.rank:
+                continue
+            changes.extend(self._count(event))
+        return changes
+
+    def inject(self, rank: int, events: Sequence[WireEvent]) -> list[Change]:
+        """Take another publisher's events of one dp rank; return the changes to announce."""
+        changes = list[Change]()
+        if self.view.rank is not None and self.view.rank != rank:
+            return changes
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                mine = [key for key in self._foreign if key.rank == rank]
+                changes.extend(
+                    change for key in _leaf_first(self.announced, mine) for change in self._left(key)
+                )
+                continue
+            medium = (event.medium or DEVICE).upper()
+            if self.view.media is not None and medium not in self.view.media:
+                continue
+            keys = [
+                ReaderKey(rank, h, event.group_idx or 0, medium, event.locality if self._locality else None)
+                for h in event.block_hashes
+            ]
+            if isinstance(event, BlockStored):
+                changes.extend(self._came(keys, event, rank))
+            elif isinstance(event, BlockRemoved):
+                changes.extend(change for key in keys for change in self._left(key))
+        return changes
 
     def resident(self) -> Iterator[WireEvent]:
         """Yield the events that rebuild the present state in an empty reader, parents before children."""
-        return (change.to_wire() for change in root_first(dict(self._announced)))
+        return (change.to_wire() for change in root_first(dict(self.announced)))
 
     def _count(self, event: TierEvent) -> Iterator[Change]:
-        hashes = event.block.hashes
+        block, hashes = event.block, event.block.hashes
+        rank = EVERY_RANK if self.view.each_rank else block.dp_rank
+        group, medium = block.id.key.group, self._names.get(event.tier) or event.medium.value
+        locality = event.locality.value if self._locality and event.locality is not None else None
         if event.kind is EventKind.STORED:
-            for index in range(len(hashes)):
-                yield from self._stored(event, index, hashes[index])
+            for index, event_hash in enumerate(hashes):
+                key = ReaderKey(rank, event_hash, group, medium, locality)
+                yield from self._stored(key, block, index)
         else:
             for event_hash in reversed(hashes):
-                yield from self._removed(event, event_hash)
+                key = ReaderKey(rank, event_hash, group, medium, locality)
+                if key in self.announced:
+                    yield from self._removed(key, told=self.view.removals)
+                else:
+                    self.unmatched += 1
 
-    def _key(self, event: TierEvent, event_hash: EventHash) -> ReaderKey:
-        locality = event.locality if self._locality else None
-        block = event.block
-        return ReaderKey(block.dp_rank, event_hash, block.id.key.group, event.medium, locality)
-
-    def _stored(self, event: TierEvent, index: int, event_hash: EventHash) -> Iterator[Change]:
-        key = self._key(event, event_hash)
-        if key in self._announced:
+    def _stored(self, key: ReaderKey, block: Block, index: int) -> Iterator[Change]:
+        if key in self.announced:
             self._more[key] = self._more.get(key, 0) + 1
             return
-        change = Change(key, event.block, index, has_group(event.block))
-        self._announced[key] = change
+        change = Change(key, block, index, has_group(block))
+        self.announced[key] = change
         yield change
 
-    def _removed(self, event: TierEvent, event_hash: EventHash) -> Iterator[Change]:
-        key = self._key(event, event_hash)
+    def _removed(self, key: ReaderKey, *, told: bool) -> Iterator[Change]:
         if key in self._more:
             self._more[key] -= 1
             if not self._more[key]:
                 del self._more[key]
-        elif (announced := self._announced.pop(key, None)) is not None:
-            yield Change(key, None, grouped=announced.grouped)
         else:
-            self.unmatched += 1
+            yield self.announced.pop(key).undone(told=told)
+
+    def _came(self, keys: list[ReaderKey], event: BlockStored, rank: int) -> Iterator[Change]:
+        block = foreign_block(event, rank)
+        for index, key in enumerate(keys):
+            if key in self._foreign:
+                self.foreign_repeats += 1
+                continue
+            self._foreign.add(key)
+            yield from self._stored(key, block, index)
+
+    def _left(self, key: ReaderKey) -> Iterator[Change]:
+        if key not in self._foreign:
+            self.foreign_repeats += 1
+            return
+        self._foreign.remove(key)
+        yield from self._removed(key, told=True)
+
+
+def runs_of(changes: Sequence[Change]) -> list[Run]:
+    """Cut changes where the dp rank changes; the order stays."""
+    runs: list[Run] = []
+    for change in changes:
+        if not runs or runs[-1].rank != change.key.rank:
+            runs.append(Run(change.key.rank, []))
+        runs[-1].changes.append(change)
+    return runs
 
 
 def root_first(changes: Mapping[ReaderKey, Change]) -> Iterator[Change]:
@@ -142,13 +245,25 @@ def root_first(changes: Mapping[ReaderKey, Change]) -> Iterator[Change]:
     """
     done: set[ReaderKey] = set()
     for first in changes:
-        key: ReaderKey | None = first
-        chain: list[Change] = []
-        while key is not None and key not in done:
-            done.add(key)  # before its parent, so that a cycle of parents ends too
-            chain.append(changes[key])
-            key = _parent_key(changes, changes[key])
-        yield from reversed(chain)
+        yield from unknown_ancestry(changes, first, done)
+
+
+def unknown_ancestry(
+    changes: Mapping[ReaderKey, Change], key: ReaderKey, known: set[ReaderKey]
+) -> Iterator[Change]:
+    """Yield what of a key's chain is not in ``known``, root first, itself last; adds it to ``known``."""
+    chain: list[Change] = []
+    at: ReaderKey | None = key
+    while at is not None and at not in known:
+        known.add(at)  # before its parent, so that a cycle of parents ends too
+        chain.append(changes[at])
+        at = _parent_key(changes, changes[at])
+    yield from reversed(chain)
+
+
+def _leaf_first(changes: Mapping[ReaderKey, Change], keys: Sequence[ReaderKey]) -> list[ReaderKey]:
+    chosen = {key: changes[key] for key in keys}
+    return [change.key for change in reversed(list(root_first(chosen)))]
 
 
 def _parent_key(changes: Mapping[ReaderKey, Change], change: Change) -> ReaderKey | None:
@@ -159,8 +274,8 @@ def _parent_key(changes: Mapping[ReaderKey, Change], change: Change) -> ReaderKe
     near = change.key._replace(hash=parent)
     if near in changes:
         return near
-    for medium in Medium:
-        for locality in (None, *Locality):
+    for medium in dict.fromkeys((change.key.medium, *_WIRE_MEDIA)):
+        for locality in (None, *(locality.value for locality in Locality)):
             key = near._replace(medium=medium, locality=locality)
             if key in changes:
                 return key

@@ -12,13 +12,13 @@ are gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import NamedTuple
 
-from kvtierd.wire.kvevents import Form, encode_batch
-from kvtierd.wire.projection import Change, ReaderKey, Run, root_first
+from kvtierd.wire.kvevents import WireEvent, encode_batch, pack
+from kvtierd.wire.projection import Change, ReaderKey, Run, View, root_first
 
 SEQUENCE_BYTES = 8
 MAX_SEQUENCE = (1 << 63) - 1
@@ -32,6 +32,16 @@ FILL_LIMIT = 1 << 20
 """Most empty batches of a replay; beyond it they would cost more than an unbroken sequence is worth."""
 SNAPSHOT_EVENTS = 256
 """Events in a batch made for a replay, where numbers suffice: about a millisecond of work at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a log keeps, and how large its batches get at most (bytes estimated)."""
+
+    ring_batches: int
+    ring_bytes: int
+    max_events: int = MAX_EVENTS
+    max_bytes: int = MAX_BYTES
 
 
 class Entry(NamedTuple):
@@ -91,21 +101,38 @@ class StreamLog:
     descriptions that they keep alive), but always the newest batch.
     """
 
-    def __init__(
-        self,
-        *,
-        ring_batches: int,
-        ring_bytes: int,
-        form: Form = Form.MAP,
-        tokens: bool = True,
-        max_tombstones: int = 1 << 18,
-    ) -> None:
-        self._limits = (ring_batches, ring_bytes)
-        self._form = form
-        self._tokens = tokens
+    def __init__(self, limits: Limits, view: View | None = None, *, max_tombstones: int = 1 << 18) -> None:
+        self._limits = limits
+        self._view = view if view is not None else View()
         self._ring: deque[Entry] = deque()
         self._ring_cost = 0
         self._base = _Base(max_tombstones)
+        self._first = 0  # the next batch's number, where none is in the ring
+
+    def begin(self, first: int) -> None:
+        """Say which number the first batch will have, so that those before it can be asked for at once."""
+        self._first = first
+
+    def seed(self, changes: Iterable[Change]) -> None:
+        """Know stores that readers heard of before this log began: only a replay from 0 tells them again."""
+        self._base.seed(changes)
+
+    @property
+    def numbers_for_state(self) -> int:
+        """How many numbers a replay of the whole state wants."""
+        return self._numbers_for(self._base.resident)
+
+    def restart(self) -> int:
+        """Forget all numbers but keep the state; return the next batch's number, the first after the state.
+
+        For readers that take a lower number for a new incarnation and ask for everything from 0.
+        """
+        while self._ring:
+            self._base.fold(self._ring.popleft())
+        self._ring_cost = 0
+        self._first = self.numbers_for_state
+        self._base.renumber(self._first - 1)
+        return self._first
 
     def append(self, sequence: int, ts: float, rank: int, changes: Sequence[Change]) -> bytes:
         """Encode a batch, keep it and return its payload.
@@ -133,9 +160,8 @@ class StreamLog:
         """
         ring = list(self._ring)
         tail = ((entry.sequence, entry.payload) for entry in ring if entry.sequence >= start)
-        if not ring or start >= ring[0].sequence:
-            return tail
-        return chain(self._before_ring(start, ring[0].sequence), tail)
+        begin = ring[0].sequence if ring else self._first
+        return tail if start >= begin else chain(self._before_ring(start, begin), tail)
 
     def statistics(self) -> LogStatistics:
         """Return a snapshot of the counters."""
@@ -144,16 +170,18 @@ class StreamLog:
             ring_batches=len(self._ring),
             ring_bytes=self._ring_cost,
             folded=base.folded,
-            resident=len(base.stored),
+            resident=base.resident,
             tombstones=len(base.gone),
             forgotten=base.forgotten,
         )
 
     def _encode(self, ts: float, rank: int, changes: Sequence[Change]) -> bytes:
-        return encode_batch(ts, [c.to_wire(tokens=self._tokens) for c in changes], rank, self._form)
+        view = self._view
+        events: Iterable[WireEvent] = [c.to_wire(tokens=view.tokens) for c in changes if c.told]
+        return encode_batch(ts, [*(events if view.one_block else pack(events))], rank, view.form)
 
     def _trim(self) -> None:
-        most, most_bytes = self._limits
+        most, most_bytes = self._limits.ring_batches, self._limits.ring_bytes
         while len(self._ring) > 1 and (len(self._ring) > most or self._ring_cost > most_bytes):
             entry = self._ring.popleft()
             self._ring_cost -= entry.cost
@@ -163,6 +191,8 @@ class StreamLog:
         """Fill the numbers from ``start`` to the ring with what the base says happened in them."""
         base = self._base
         gone, stored = base.changed_since(start)
+        if not self._view.removals:
+            gone = [change for change in gone if change.told]
         first = start
         if 0 < start <= base.floor:
             first = start + 1  # removals were forgotten: leave a hole that a reader can see
@@ -170,10 +200,15 @@ class StreamLog:
         if (
             ring_start - first > FILL_LIMIT
         ):  # unbroken is out of reach: only as many numbers as the state needs
-            first = max(first, ring_start - 2 * (count // SNAPSHOT_EVENTS) - len(base.ranks) - 1)
+            first = max(first, ring_start - self._numbers_for(count))
         numbers = range(first, ring_start)
-        batches = _pack(chain(gone, root_first(stored)), count, len(numbers), len(base.ranks))
+        changes = chain(gone, root_first(stored))
+        batches = _pack(changes, count, len(numbers), len(base.ranks), self._limits)
         return self._fill(numbers, batches, base.ts, base.rank)
+
+    def _numbers_for(self, changes: int) -> int:
+        """Return how many numbers so many changes of the base want: half-full batches, one more a rank."""
+        return 2 * (changes // min(SNAPSHOT_EVENTS, self._limits.max_events)) + len(self._base.ranks) + 1
 
     def _fill(
         self, numbers: range, batches: Iterator[Run], ts: float, rank: int
@@ -190,6 +225,7 @@ class _Base:
     def __init__(self, max_tombstones: int) -> None:
         self._max_tombstones = max_tombstones
         self._numbers: dict[ReaderKey, int] = {}
+        self.known: dict[ReaderKey, Change] = {}
         self.stored: dict[ReaderKey, Change] = {}
         self.gone: dict[ReaderKey, Change] = {}
         self.floor = -1
@@ -199,6 +235,17 @@ class _Base:
         self.ranks: set[int] = set()
         self.ts, self.rank = 0.0, 0
 
+    @property
+    def resident(self) -> int:
+        """How many residencies there are."""
+        return len(self.known) + len(self.stored)
+
+    def seed(self, changes: Iterable[Change]) -> None:
+        """Take in stores that are older than all numbers."""
+        for change in changes:
+            self.known[change.key] = change
+            self.ranks.add(change.key.rank)
+
     def fold(self, entry: Entry) -> None:
         """Take in the batch that follows those already folded."""
         self.folded += 1
@@ -206,6 +253,7 @@ class _Base:
         for change in entry.changes:
             key = change.key
             self.ranks.add(key.rank)
+            self.known.pop(key, None)
             self.stored.pop(key, None)
             self.gone.pop(key, None)
             self._numbers[key] = entry.sequence
@@ -216,13 +264,20 @@ class _Base:
             self.floor = self._numbers.pop(oldest)
             self.forgotten += 1
 
+    def renumber(self, number: int) -> None:
+        """Date all that is known back to ``number``; a new count of numbers goes on after it."""
+        self.stored = {**self.known, **self.stored}
+        self.known = {}
+        self._numbers = dict.fromkeys(chain(self.stored, self.gone), number)
+        self.floor = -1
+
     def changed_since(self, start: int) -> tuple[list[Change], dict[ReaderKey, Change]]:
         """Return the removals and the stores whose latest change has number ``start`` or more, in order.
 
         From 0, where the reader knows nothing yet, no removals. Copies: the base may change meanwhile.
         """
         if start == 0:
-            return [], dict(self.stored)
+            return [], {**self.known, **self.stored}
         return list(self._latest(self.gone, start).values()), self._latest(self.stored, start)
 
     def _latest(self, changes: dict[ReaderKey, Change], start: int) -> dict[ReaderKey, Change]:
@@ -230,13 +285,14 @@ class _Base:
         return dict(reversed(list(found)))
 
 
-def _pack(changes: Iterator[Change], count: int, numbers: int, ranks: int) -> Iterator[Run]:
+def _pack(changes: Iterator[Change], count: int, numbers: int, ranks: int, limits: Limits) -> Iterator[Run]:
     """Gather ``count`` changes of ``ranks`` ranks into batches of one rank each, at most ``numbers`` of them.
 
     Batches are small where numbers allow, then up to the limits; only where even that does not fit they grow
     beyond (state cannot be larger than what the same numbers carried before, but may pack less well).
     """
-    most = max(SNAPSHOT_EVENTS, min(MAX_EVENTS, -(-2 * count // max(1, numbers - ranks))))
+    wanted = max(SNAPSHOT_EVENTS, -(-2 * count // max(1, numbers - ranks)))
+    most, most_bytes = min(limits.max_events, wanted), limits.max_bytes
     parts: dict[int, list[Change]] = {}
     sizes: dict[int, int] = {}
     used = 0
@@ -244,7 +300,7 @@ def _pack(changes: Iterator[Change], count: int, numbers: int, ranks: int) -> It
         rank = change.key.rank
         part = parts.setdefault(rank, [])
         size = sizes.get(rank, 0) + change.size
-        if part and (len(part) >= most or size > MAX_BYTES) and used + ranks < numbers:
+        if part and (len(part) >= most or size > most_bytes) and used + ranks < numbers:
             yield Run(rank, part)
             used += 1
             part = parts[rank] = []

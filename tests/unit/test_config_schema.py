@@ -1,11 +1,13 @@
 """What may stand in a tier file."""
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from kvtierd.config.schema import Audience, CpuTier, Engine, Events, FsTier, ObjectTier, Pool, TierFile
+from kvtierd.config.audiences import PRESETS, Audience, Events, render_topic
+from kvtierd.config.schema import CpuTier, Engine, FsTier, ObjectTier, Pool, TierFile
 from kvtierd.core.model import Locality
 
 CPU = {"name": "cpu", "type": "cpu"}
@@ -144,14 +146,77 @@ def test_an_audience_cannot_take_kvtierds_own_socket():
     refused("own socket", events={"audiences": [one]})
 
 
-def test_exactly_one_audience_is_served_in_this_release():
-    refused("exactly one", events={"audiences": []})
-    two = [
-        {"name": name, "bind": f"tcp://127.0.0.1:{port}", "replay": None}
-        for name, port in (("a", 1), ("a", 2))
-    ]
-    refused("exactly one", events={"audiences": two})
-    refused("already named 'a'", events={"audiences": two})
+def audiences(*several):
+    return {"audiences": [{"name": f"a{index}", **one} for index, one in enumerate(several)]}
+
+
+def test_there_may_be_many_audiences_each_with_a_name_and_addresses_of_its_own():
+    refused("at least 1 item", events={"audiences": []})
+    two = [{"bind": f"tcp://127.0.0.1:{port}", "replay": None} for port in (1, 2)]
+    assert len(tier_file(events=audiences(*two)).events.audiences) == 2
+    refused("already named 'a0'", events=audiences(two[0], {**two[1], "name": "a0"}))
+    refused("audiences.1.bind: is the same address as events.audiences.0.bind", events=audiences({}, {}))
+
+
+def test_the_ports_of_all_ranks_are_looked_at_before_any_bind():
+    """L94, L97: 5557 and 5559 with four ranks."""
+    one = {"bind": "tcp://127.0.0.1:5557", "replay": "tcp://127.0.0.1:5559", "rank_ports": 4}
+    refused("audiences.0.replay: is the same address as events.audiences.0.bind", events=audiences(one))
+    tier_file(events=audiences({**one, "replay": "tcp://127.0.0.1:5561"}))
+    refused("not so many ports", events=audiences({**one, "replay": "tcp://127.0.0.1:65534"}))
+    refused("and its port", events=audiences({**one, "replay": "ipc:///run/replay.sock"}))
+    refused("needs rank_ports", events=audiences({"topic": "kv@{dp_rank}"}))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_preset_sets_what_is_not_written_and_what_is_written_wins(preset):
+    events = {"model": "m", **audiences({"preset": preset})}
+    got = tier_file(events=events).events.audiences[0]
+    assert got.form == ("array" if preset == "aibrix" else "map")
+    assert got.removals is (preset != "aibrix")
+    assert got.topic == ("kv@{pod_ip}:8000@{model}" if preset == "llm-d" else "")
+    written = tier_file(events={**events, **audiences({"preset": preset, "topic": "kv@a@b"})})
+    assert written.events.audiences[0].topic == "kv@a@b"
+    refused("Input should be", events=audiences({"preset": "sglang"}))
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ({"bind": "tcp://127.0.0.1:1", "connect": "tcp://127.0.0.1:2"}, "either bind or connect"),
+        ({"bind": None}, "either bind or connect"),
+        ({"connect": "tcp://*:5557", "tokens": True}, "the router's own host"),
+        ({"connect": "tcp://127.0.0.1:0"}, "the router's own host"),
+        ({"connect": "tcp://router:5557"}, "write tokens: true"),
+        ({"topic": "kv@{pod}@m"}, "{pod} is no placeholder; there are {pod_name}, {pod_ip}"),
+        ({"topic": "kv@{"}, "write {{ for a brace"),
+        ({"topic": "kv@{pod_ip!r}"}, "plain name"),
+        ({"form": "json"}, "'map' or 'array'"),
+        ({"media": []}, "at least 1"),
+        ({"media": ["DISK"]}, "STORAGE"),
+        ({"max_events": 5000}, "4096"),
+    ],
+)
+def test_settings_of_an_audience_that_cannot_work_say_what_to_write(written, says):
+    refused(re.escape(says), events=audiences(written))
+
+
+def test_an_audience_connects_where_the_router_binds():
+    got = tier_file(events=audiences({"connect": "tcp://127.0.0.1:5557"})).events.audiences[0]
+    assert (got.bind, got.connect) == (None, "tcp://127.0.0.1:5557")
+    tier_file(events=audiences({"connect": "tcp://127.0.0.1:5557", "replay": None}, {}))
+
+
+def test_topics_are_filled_in_from_the_pods_own_variables():
+    audience = Audience(name="a", topic="kv@{pod_ip}@{model}/{namespace}.{pod_name}", preset="llm-d")
+    pod = {"POD_IP": "10.0.0.1", "POD_NAMESPACE": "ns", "POD_NAME": "p-0"}
+    assert render_topic(audience, "org/m", pod) == "kv@10.0.0.1@org/m/ns.p-0"
+    with pytest.raises(ValueError, match="variable POD_IP, which is not set"):
+        render_topic(audience, "m", {})
+    with pytest.raises(ValueError, match=r"events\.model"):
+        render_topic(audience, None, pod)
+    with pytest.raises(ValueError, match="exactly two @"):
+        render_topic(audience, "m@v2", pod)
 
 
 def test_settings_without_effect_are_refused():

@@ -11,10 +11,10 @@ import pytest
 import uvloop
 import zmq
 
-from kvtierd.config.schema import Audience
+from kvtierd.config.audiences import Audience, Events
 from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
 from kvtierd.edges import replay as replay_module
-from kvtierd.edges.publisher import Publisher
+from kvtierd.edges.hub import EventHub
 from kvtierd.edges.sequence import SequenceStore
 from kvtierd.errors import ConfigError
 from kvtierd.testing.consumer import ReferenceConsumer
@@ -49,14 +49,23 @@ async def publishing(tmp_path, *, scheme="tcp", grace=5.0, settings=None, **opti
     if scheme == "ipc":
         binds = {"bind": f"ipc://{tmp_path}/p", "replay": f"ipc://{tmp_path}/r"}
     audience = Audience(**{"name": "default", **binds, **(settings or {})})
-    sequence = SequenceStore(tmp_path, wall_clock=time.time)
-    defaults = {"ring_batches": 1000, "ring_bytes": 1 << 30, "heartbeat": 0.0}
-    publisher = Publisher(audience, sequence=sequence, clock=time.time, **{**defaults, **options})
-    publisher.start(asyncio.get_running_loop())
+    hub = hub_of(tmp_path, audience, **options)
+    hub.start(asyncio.get_running_loop())
     try:
-        yield publisher
+        yield hub
     finally:
-        await publisher.close(grace)
+        await hub.close(grace)
+
+
+def hub_of(tmp_path, *audiences, heartbeat=0.0, **options):
+    """A hub as the daemon makes it; ``heartbeat`` 0 (none) is not to be had from a tier file."""
+    limits = {"ring_batches": 1000, "ring_bytes": 1 << 30, **options}
+    events = Events.model_construct(
+        enabled=True, audiences=audiences, model="m", heartbeat=heartbeat, **limits
+    )
+    return EventHub(
+        events, tiers={"cpu": "cpu", "disk": "fs"}, state_dir=tmp_path, clock=time.time, environ={}
+    )
 
 
 @asynccontextmanager
@@ -383,37 +392,26 @@ def test_many_requests_of_one_client_are_answered_one_after_the_other(tmp_path):
     run(main)
 
 
-def test_an_audience_filter_keeps_numbers_continuous_with_empty_batches(tmp_path):
+def test_an_audience_filter_costs_no_batches_and_no_numbers(tmp_path):
     async def main():
-        hidden = frozenset({"disk"})
-        async with publishing(tmp_path, hidden_tiers=hidden) as publisher, sockets() as context:
+        async with publishing(tmp_path, settings={"media": ["CPU"]}) as publisher, sockets() as context:
             on_disk = {"tier": "disk", "medium": Medium.STORAGE, "locality": Locality.LOCAL}
             publisher.publish([event(1)])
             publisher.publish([event(1, **on_disk)])
             publisher.publish([])
             publisher.publish([event(1, EventKind.REMOVED)])
             replies = await replayed(context, publisher.bound_endpoints()["replay"], 0)
-            counts = [len(decode_batch(reply[-1]).events) for reply in replies[:-1]]
-            assert counts == [1, 0, 1]
+            assert [len(decode_batch(reply[-1]).events) for reply in replies[:-1]] == [1, 1]
 
     run(main)
 
 
 def test_the_array_form_is_sent_where_the_audience_asks_for_it(tmp_path):
     async def main():
-        audience = Audience.model_construct(
-            name="gateway", bind=TCP, replay=TCP, topic="", form="array", tokens=True, hwm=100
-        )
-        sequence = SequenceStore(tmp_path, wall_clock=time.time)
-        publisher = Publisher(
-            audience, sequence=sequence, clock=time.time, ring_batches=9, ring_bytes=1 << 20, heartbeat=0
-        )
-        publisher.start(asyncio.get_running_loop())
-        async with sockets() as context:
+        async with publishing(tmp_path, settings={"form": "array"}) as publisher, sockets() as context:
             publisher.publish([event(1)])
             replies = await replayed(context, publisher.bound_endpoints()["replay"], 0)
             assert b"\x9c\xabBlockStored" in replies[0][-1]
-        await publisher.close(1.0)
 
     run(main)
 

@@ -36,8 +36,8 @@ def test_after_a_crash_numbers_are_above_all_that_were_sent(tmp_path, used):
 def test_each_audience_has_its_own_numbers_and_names_are_encoded(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
-    take(store(folder, name="a"), 3)
-    assert store(folder, name="../b").next() == 0
+    take(store(folder, names=["a"]), 3)
+    assert store(folder, names=["../b"]).next() == 0
     assert sorted(path.name for path in folder.iterdir()) == ["sequence-..%2Fb", "sequence-a"]
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 

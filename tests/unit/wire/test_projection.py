@@ -5,7 +5,8 @@ import random
 import pytest
 
 from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
-from kvtierd.wire.projection import Projection
+from kvtierd.wire.kvevents import Form
+from kvtierd.wire.projection import Projection, View, runs_of
 
 BASE = 0xF100000000000000
 
@@ -35,7 +36,7 @@ def removed(what, tier="cpu", medium=Medium.CPU, locality=None):
 
 def said(projection, *events):
     """What the reader hears: +n or -n for hash number n."""
-    heard = [change for run in projection.apply(events) for change in run.changes]
+    heard = projection.apply(events)
     return [(change.key.hash - BASE) * (1 if change.block else -1) for change in heard]
 
 
@@ -54,14 +55,14 @@ def test_medium_and_locality_are_part_of_the_key(locality):
     projection = Projection()
     on_disk = {"tier": "fs", "medium": Medium.STORAGE, "locality": locality}
     assert said(projection, stored(block(1)), stored(block(1), **on_disk)) == [1, 1]
-    (run,) = projection.apply([removed(block(1))])
-    assert [(c.key.medium, c.key.locality) for c in run.changes] == [(Medium.CPU, None)]
-    (run,) = projection.apply([removed(block(1), **on_disk)])
-    assert run.changes[0].to_wire().locality == locality.value
+    (change,) = projection.apply([removed(block(1))])
+    assert (change.key.medium, change.key.locality) == (Medium.CPU, None)
+    (change,) = projection.apply([removed(block(1), **on_disk)])
+    assert change.to_wire().locality == locality.value
 
 
 def test_a_form_without_locality_folds_tiers_that_differ_only_there():
-    projection = Projection(locality=False)
+    projection = Projection(View(form=Form.ARRAY))
     local = {"tier": "fs", "medium": Medium.STORAGE, "locality": Locality.LOCAL}
     remote = {"tier": "obj", "medium": Medium.STORAGE, "locality": Locality.REMOTE}
     assert said(
@@ -81,15 +82,15 @@ def test_a_hash_shared_by_overlapping_chunks_goes_with_the_last_of_them():
 def test_equal_keys_of_two_namespaces_are_one_to_a_reader_and_two_dp_ranks_are_not():
     projection = Projection()
     assert said(projection, stored(block(1)), stored(block(1, namespace="other"))) == [1]
-    runs = projection.apply(
-        [stored(block(1, rank=1)), removed(block(1)), removed(block(1, namespace="other"))]
+    runs = runs_of(
+        projection.apply([stored(block(1, rank=1)), removed(block(1)), removed(block(1, namespace="other"))])
     )
     assert [(run.rank, [bool(c.block) for c in run.changes]) for run in runs] == [(1, [True]), (0, [False])]
 
 
 def test_runs_keep_the_drain_order_and_never_mix_ranks():
     projection = Projection()
-    runs = projection.apply([stored(block(n, rank=n // 2 % 2)) for n in range(1, 7)])
+    runs = runs_of(projection.apply([stored(block(n, rank=n // 2 % 2)) for n in range(1, 7)]))
     assert [(run.rank, [c.key.hash - BASE for c in run.changes]) for run in runs] == [
         (0, [1]),
         (1, [2, 3]),
@@ -98,8 +99,8 @@ def test_runs_keep_the_drain_order_and_never_mix_ranks():
     ]
 
 
-def test_hidden_tiers_are_neither_told_nor_counted():
-    projection = Projection(hidden=frozenset({"fs"}))
+def test_media_that_an_audience_does_not_want_are_neither_told_nor_counted():
+    projection = Projection(View(media=frozenset({"CPU"})))
     on_disk = {"tier": "fs", "medium": Medium.STORAGE}
     assert said(projection, stored(block(1), **on_disk), stored(block(1)), removed(block(1), **on_disk)) == [
         1
@@ -113,11 +114,11 @@ def test_the_removal_has_the_form_of_the_store_that_was_announced():
     rich = Block(rich.id, 4096, BlockMeta(hashes=rich.hashes, spec_kind=None))
     on_disk = {"tier": "fs", "medium": Medium.STORAGE}
     projection.apply([stored(rich), stored(bare, tier="fs2", medium=Medium.CPU)])
-    (run,) = projection.apply([removed(rich), removed(bare, tier="fs2", medium=Medium.CPU)])
-    assert run.changes[0].to_wire().group_idx is None
+    (change,) = projection.apply([removed(rich), removed(bare, tier="fs2", medium=Medium.CPU)])
+    assert change.to_wire().group_idx is None
     projection.apply([stored(bare, **on_disk)])
-    (run,) = projection.apply([removed(rich, **on_disk)])
-    assert run.changes[0].to_wire().group_idx == 0
+    (change,) = projection.apply([removed(rich, **on_disk)])
+    assert change.to_wire().group_idx == 0
 
 
 def test_a_removal_of_what_was_never_stored_is_counted_and_told_to_nobody():

@@ -8,8 +8,8 @@ from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, M
 from kvtierd.testing.consumer import ReferenceConsumer
 from kvtierd.wire import stream
 from kvtierd.wire.kvevents import decode_batch
-from kvtierd.wire.projection import Projection
-from kvtierd.wire.stream import END, StreamLog, encode_sequence, split
+from kvtierd.wire.projection import Projection, View, runs_of
+from kvtierd.wire.stream import END, Limits, StreamLog, encode_sequence, split
 
 BASE = 0xF100000000000000
 
@@ -30,13 +30,15 @@ class Source:
     """A projection and a log, as the publisher joins them."""
 
     def __init__(self, first=0, **limits):
-        self.projection = Projection()
-        self.log = StreamLog(**{"ring_batches": 10, "ring_bytes": 1 << 30, **limits})
+        known = {"max_tombstones": limits.pop("max_tombstones", 1 << 18)}
+        view = limits.pop("view", View())
+        self.projection = Projection(view)
+        self.log = StreamLog(Limits(**{"ring_batches": 10, "ring_bytes": 1 << 30, **limits}), view, **known)
         self.next = first
 
     def publish(self, *events):
         sent = []
-        for run in self.projection.apply(events) or [(0, [])]:
+        for run in runs_of(self.projection.apply(events)) or [(0, [])]:
             sent.append((self.next, self.log.append(self.next, float(self.next), *run)))
             self.next += 1
         return sent
@@ -89,7 +91,7 @@ def test_numbers_must_follow_each_other():
 
 
 def test_batches_keep_within_events_and_bytes():
-    changes = Projection().apply([event(n) for n in range(10_000)])[0].changes
+    changes = Projection().apply([event(n) for n in range(10_000)])
     parts = list(split(changes))
     assert [len(part) for part in parts] == [4096, 4096, 1808]
     assert [change for part in parts for change in part] == changes
@@ -104,7 +106,7 @@ def test_a_replay_inside_the_ring_is_byte_equal_to_what_was_sent():
     assert list(source.log.since(5)) == sent[5:]
     assert list(source.log.since(0)) == sent
     assert list(source.log.since(8)) == []
-    assert list(StreamLog(ring_batches=1, ring_bytes=1).since(0)) == []
+    assert list(StreamLog(Limits(1, 1)).since(0)) == []
 
 
 def test_the_ring_is_bounded_in_batches_and_in_bytes():
@@ -223,7 +225,7 @@ def test_a_large_state_keeps_the_batch_limits():
 
 
 def test_without_tokens_a_replay_from_the_base_has_none_either():
-    source = Source(tokens=False)
+    source = Source(view=View(tokens=False))
     source.fill(50)
     events = [told for _, payload in source.log.since(0) for told in decode_batch(payload).events]
     assert events

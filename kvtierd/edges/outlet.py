@@ -1,0 +1,119 @@
+"""One audience's sockets: a PUB socket that binds or connects, and a ROUTER for replays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+
+import zmq
+
+from kvtierd.edges.curve import CurveKeys
+from kvtierd.edges.replay import ReplayServer, Since
+from kvtierd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PUB_MAX_MESSAGE = 4096
+"""Bytes; a PUB socket receives nothing but subscriptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutletPlan:
+    """Where an audience (``label``) is served; exactly one of ``bind`` and ``connect``."""
+
+    label: str
+    topic: str
+    bind: str | None
+    connect: str | None
+    replay: str | None
+    hwm: int
+    curve: CurveKeys | None = None
+
+
+class Outlet:
+    """The open sockets of one plan."""
+
+    def __init__(self, plan: OutletPlan) -> None:
+        self.plan = plan
+        self.endpoints: dict[str, str] = {}
+        """``bind`` or ``connect``, and ``replay``, with the real port where 0 was asked."""
+        self.dropped = 0
+        self._topic = plan.topic.encode()
+        self._pub: zmq.Socket[bytes] | None = None
+        self._replay: ReplayServer | None = None
+
+    def open(
+        self, context: zmq.Context[zmq.Socket[bytes]], loop: asyncio.AbstractEventLoop, since: Since
+    ) -> None:
+        """Bind or connect; replays are taken from ``since``.
+
+        Raises:
+            ConfigError: an endpoint cannot be bound; names the audience, the endpoint and the reason.
+        """
+        plan = self.plan
+        if plan.bind is not None:
+            self._pub = self._attach(context, zmq.PUB, "bind", plan.bind)
+        elif plan.connect is not None:
+            self._pub = self._attach(context, zmq.PUB, "connect", plan.connect)
+        if plan.replay is not None:
+            router = self._attach(context, zmq.ROUTER, "replay", plan.replay)
+            self._replay = ReplayServer(loop, router, self._topic, since)
+
+    def send(self, number: bytes, payload: bytes) -> None:
+        """Hand a batch to the socket; never waits."""
+        assert self._pub is not None
+        try:
+            self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the number stays taken: readers see a gap and find it in the ring
+            self.dropped += 1
+            logger.warning("audience %s: a batch was not sent: %s", self.plan.label, error)
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters since the start."""
+        return {"dropped": self.dropped, **(self._replay.statistics() if self._replay is not None else {})}
+
+    async def finish(self, grace: float, linger: float) -> None:
+        """Let running replays end within ``grace`` seconds."""
+        if self._replay is not None:
+            await self._replay.close(grace, linger=linger)
+
+    def abandon(self) -> None:
+        """Close at once what is open."""
+        if self._replay is not None:
+            self._replay.stop(linger=0.0)
+        self.close(0.0)
+
+    def close(self, linger: float) -> None:
+        """Close the PUB socket; what is queued gets ``linger`` seconds, while the context ends."""
+        if self._pub is not None:
+            self._pub.close(linger=max(0, int(linger * 1000)))
+            self._pub = None
+
+    def _attach(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, key: str, endpoint: str
+    ) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, PUB_MAX_MESSAGE)
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        if kind == zmq.ROUTER:
+            ReplayServer.configure(socket)
+        else:
+            socket.setsockopt(zmq.SNDHWM, self.plan.hwm)
+        if self.plan.curve is not None:
+            self.plan.curve.apply(socket)
+        before = os.umask(0o117)  # an ipc file is born 0660
+        try:
+            (socket.connect if key == "connect" else socket.bind)(endpoint)
+        except zmq.ZMQError as error:
+            verb = "connect to" if key == "connect" else "bind"
+            raise ConfigError(
+                f"events: audience {self.plan.label!r}: {key}: cannot {verb} {endpoint}: {error.strerror}"
+            ) from error
+        finally:
+            os.umask(before)
+        self.endpoints[key] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket

@@ -18,6 +18,7 @@ from kvtierd.edges.backends import fs_format, fs_segments, fs_tree
 from kvtierd.edges.backends.fs_files import read_header
 from kvtierd.edges.backends.fs_format import Flaw, FormatError, Header
 from kvtierd.edges.backends.fs_lock import RootLock
+from kvtierd.edges.backends.fs_packed import written_slots
 from kvtierd.edges.backends.fs_tree import READ, Folders
 from kvtierd.errors import TierError
 
@@ -274,13 +275,10 @@ def _headers(folder: int, name: str) -> Iterator[_Slot]:
     except OSError:
         return
     try:
-        end = os.fstat(fd).st_size
-        for slot in range(segment.slots):
+        for slot in written_slots(fd, segment):
             offset = segment.offset(slot)
-            if offset >= end:
-                break
             start = os.pread(fd, fs_format.ALIGN, offset)
-            if any(start):
+            if start.strip(b"\0"):
                 yield slot, offset, _header(fd, offset, start)
     finally:
         os.close(fd)
@@ -324,7 +322,7 @@ def _check_slot(
         content = os.pread(fd, slot_bytes, offset)
     finally:
         os.close(fd)
-    if not any(content[: fs_format.ALIGN]):
+    if not content[: fs_format.ALIGN].strip(b"\0"):
         return None
     try:
         header = fs_format.decode(content)

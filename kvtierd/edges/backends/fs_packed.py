@@ -67,8 +67,10 @@ class SegmentFiles:
             folder = self.folders.packed(segment.namespace, create=new)
             fd = os.open(segment.name, _FLAGS | (os.O_CREAT if new else 0), 0o660, dir_fd=folder)
             file = self._open[segment.number] = File(fd)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            if not stat.S_ISREG((info := os.fstat(fd)).st_mode):
                 raise FormatError(Flaw.FOREIGN)
+            if new and info.st_size == 0:  # XFS would allocate in advance behind the end of a file that grows
+                os.ftruncate(fd, segment.offset(segment.slots))
             segment.exists = True
         return file
 
@@ -292,13 +294,12 @@ class PackedStore:
 
     # -- scan ---------------------------------------------------------------------------------------
 
-    def uses(self, files: SegmentFiles, segment: Segment) -> list[int]:
-        """Return the time of last use of each slot that lies in a segment's file, in nanoseconds."""
+    def uses(self, files: SegmentFiles, segment: Segment) -> dict[int, int]:
+        """Return the time of last use, in nanoseconds, of each slot that is no hole in its file."""
         fd = files.open(segment).fd
-        end = os.fstat(fd).st_size - segment.first
-        count = min(segment.slots, max(0, -(-end // segment.slot_bytes)))
-        table = os.pread(fd, 8 * count, 0)
-        return [when for (when,) in _USE.iter_unpack(table)]
+        table = os.pread(fd, 8 * segment.slots, 0).ljust(8 * segment.slots, b"\0")
+        times = [when for (when,) in _USE.iter_unpack(table)]
+        return {slot: times[slot] for slot in written_slots(fd, segment)}
 
     def drop(self, files: SegmentFiles, block_id: BlockId, segment: Segment, slot: int) -> None:
         """Forget a block that its slot does not hold any more, unless it was written anew meanwhile."""
@@ -320,6 +321,23 @@ class PackedStore:
                 if self.slots.free(segment, slot, spare=False):
                     with contextlib.suppress(OSError):
                         os.unlink(segment.name, dir_fd=files.folders.packed(segment.namespace))
+
+
+def written_slots(fd: int, segment: Segment) -> Iterator[int]:
+    """Yield the slots that have data, ascending; without support for holes, those before the file's end."""
+    slot, position = 0, segment.first
+    while slot < segment.slots:
+        try:
+            start = os.lseek(fd, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only holes from here on
+                return
+            raise
+        position = os.lseek(fd, start, os.SEEK_HOLE)
+        slot = max(slot, (start - segment.first) // segment.slot_bytes)
+        stop = min(segment.slots, -(-(position - segment.first) // segment.slot_bytes))
+        yield from range(slot, stop)
+        slot = max(slot, stop)
 
 
 def _runs(slots: list[int]) -> Iterator[range]:

@@ -1,4 +1,4 @@
-"""Finds the blocks of a filesystem tier at start: all headers, then decoded in order of last use."""
+"""Finds the blocks of a filesystem tier at start; hands them over in order of last use."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvtierd.edges.backends.fs_tree import Folders
 
 BATCH = 512
 
-_File = tuple[int, str, Proved]
-"""A proved file: last use in nanoseconds, namespace, and what was read."""
+_File = tuple[int, FoundBlock]
+"""A proved file: last use in nanoseconds, and its block."""
 _Slot = tuple[int, Segment, int, BlockId | None]
 """A slot: last use in nanoseconds, segment, number, and whose it should be where that is known."""
 
@@ -71,7 +71,11 @@ class FsScan:
                 wanted = list(self._folders(folders)) if self._names else []
             for folder, content in FolderReader(self._root, self._device, self._processes).read(wanted):
                 self._note(folder, content.temporaries, content.bad, content.foreign, content.unreadable)
-                candidates.extend((proved[0], folder[0], proved) for proved in content.proved)
+                self._count("scan: headers read", len(content.proved))
+                for proved in content.proved:
+                    block = self._file(folder, proved)
+                    if block is not None:
+                        candidates.append((proved[0], block))
         except OSError:
             self._count("scan: unreadable")
             return
@@ -79,7 +83,7 @@ class FsScan:
         while candidates:
             chunk = candidates[-BATCH:]
             del candidates[-BATCH:]
-            found = self._decode(reversed(chunk))
+            found = self._prove_all(reversed(chunk))
             if found:
                 yield found
         self._settle()
@@ -95,18 +99,17 @@ class FsScan:
                 uses = self._uses(files, segment)
                 if uses is not None:
                     self._proved[segment.number] = set()
-                    for slot, used in enumerate(uses):
+                    for slot, used in uses.items():
                         yield used, segment, slot, None
-            tables: dict[int, list[int]] = {}
+            tables: dict[int, dict[int, int]] = {}
             for block_id, segment, slot in self._packed.slots.entries():
                 if segment.number in self._proved or segment.lost:
                     continue
                 if segment.number not in tables:
-                    tables[segment.number] = self._uses(files, segment) or []
-                table = tables[segment.number]
-                yield table[slot] if slot < len(table) else 0, segment, slot, block_id
+                    tables[segment.number] = self._uses(files, segment) or {}
+                yield tables[segment.number].get(slot, 0), segment, slot, block_id
 
-    def _uses(self, files: SegmentFiles, segment: Segment) -> list[int] | None:
+    def _uses(self, files: SegmentFiles, segment: Segment) -> dict[int, int] | None:
         assert self._packed is not None
         try:
             return self._packed.uses(files, segment)
@@ -186,27 +189,26 @@ class FsScan:
 
     # -- what it proves to be -----------------------------------------------------------------------
 
-    def _decode(self, chunk: Iterator[_File | _Slot]) -> list[FoundBlock]:
+    def _prove_all(self, chunk: Iterator[_File | _Slot]) -> list[FoundBlock]:
         found: list[FoundBlock] = []
         try:
             with Folders(self._root, self._device) as folders, SegmentFiles(folders) as files:
                 for at in chunk:
-                    block = self._file(at) if len(at) == 3 else self._slot(files, at)
+                    block = at[1] if len(at) == 2 else self._slot(files, at)
                     if block is not None:
                         found.append(block)
         except OSError:
             self._count("scan: unreadable")
         return found
 
-    def _file(self, at: _File) -> FoundBlock | None:
-        _, namespace, (_, name, offset, payload, metadata) = at
+    def _file(self, folder: Folder, proved: Proved) -> FoundBlock | None:
+        _, name, offset, payload, metadata = proved
         try:
             block = fs_format.block_of(metadata, payload)
-            if block.id.namespace != namespace or fs_tree.file_name(block.id.key) != name:
+            if block.id.namespace != folder[0] or fs_tree.file_name(block.id.key) != name:
                 raise FormatError(Flaw.OTHER_BLOCK)
         except FormatError as error:
-            shard = name[name.index(".") - 2 : name.index(".")]
-            self._note((namespace, shard), [], [(name, error.flaw)], 0, 0)
+            self._note(folder, [], [(name, error.flaw)], 0, 0)
             return None
         if self._packed is not None and payload < self._pack_below:
             if self._packed.slots.find(block.id) is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 FEW_FILES = 20_000
 """So many are read faster than processes start."""
 _END_SECONDS = 5.0
+_AHEAD = 3
+_PIPE_BYTES = 1 << 20
 
 Folder = tuple[str, str]
 """Namespace and name of the folder in it."""
@@ -37,7 +41,7 @@ class FolderReader:
         self._processes = min(8, max(4, os.cpu_count() or 1)) if processes is None else processes
         self._decoder: msgspec.msgpack.Decoder[FolderContent] = msgspec.msgpack.Decoder(FolderContent)
         self._left: deque[Folder] = deque()
-        self._done: deque[tuple[Folder, FolderContent]] = deque()
+        self._done: queue.SimpleQueue[tuple[Folder, FolderContent] | None] = queue.SimpleQueue()
 
     def read(self, wanted: list[Folder]) -> Iterator[tuple[Folder, FolderContent]]:
         """Yield what each folder holds.
@@ -69,12 +73,17 @@ class FolderReader:
         ]
         for thread in threads:
             thread.start()
+        running = len(threads)
         try:
-            for thread in threads:
-                thread.join()
-                while self._done:
-                    yield self._done.popleft()
+            while running:
+                done = self._done.get()
+                if done is None:
+                    running -= 1
+                else:
+                    yield done
         finally:
+            if running:  # broken off: nothing more to do for anybody
+                self._left.clear()
             for worker in workers:
                 _end(worker)
 
@@ -82,7 +91,7 @@ class FolderReader:
         arguments = [str(self._root), str(self._device)]
         module = "kvtierd.edges.backends.fs_scan_worker"
         try:
-            return subprocess.Popen(  # noqa: S603 - our own module, in this interpreter
+            worker = subprocess.Popen(  # noqa: S603 - our own module, in this interpreter
                 [sys.executable, "-P", "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -92,25 +101,44 @@ class FolderReader:
         except OSError as error:
             log.info("scan: no process of its own: %s", error)
             return None
+        with contextlib.suppress(OSError):  # room for a folder's answer, so that no process waits for us
+            assert worker.stdout is not None
+            fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        return worker
 
     def _feed(self, worker: subprocess.Popen[bytes]) -> None:
-        """Hand a process folder after folder; one that it does not answer is put back."""
+        """Keep a process busy until no folder is left, or it fails; what it did not answer is put back.
+
+        It has its next folder while its answer is taken in: this thread may have to wait for the interpreter.
+        """
+        asked: deque[Folder] = deque()
+        try:
+            while self._ask(worker, asked) or asked:
+                content = _answer(worker, self._decoder)
+                self._done.put((asked.popleft(), content))
+        except (OSError, ValueError, EOFError, msgspec.MsgspecError):
+            self._left.extend(asked)
+        finally:
+            self._done.put(None)
+
+    def _ask(self, worker: subprocess.Popen[bytes], asked: deque[Folder]) -> bool:
         assert worker.stdin is not None
-        assert worker.stdout is not None
-        while self._left:
+        while len(asked) < _AHEAD:
             try:
-                folder = self._left.popleft()
+                asked.append(self._left.popleft())
             except IndexError:
-                return
-            try:
-                worker.stdin.write(f"{folder[0]} {folder[1]}\n".encode("ascii"))
-                worker.stdin.flush()
-                size = int.from_bytes(_exactly(worker.stdout, 4), "little")
-                content = self._decoder.decode(_exactly(worker.stdout, size))
-            except (OSError, ValueError, EOFError, msgspec.MsgspecError):
-                self._left.append(folder)
-                return
-            self._done.append((folder, content))
+                return False
+            worker.stdin.write(f"{asked[-1][0]} {asked[-1][1]}\n".encode("ascii"))
+            worker.stdin.flush()
+        return True
+
+
+def _answer(
+    worker: subprocess.Popen[bytes], decoder: msgspec.msgpack.Decoder[FolderContent]
+) -> FolderContent:
+    assert worker.stdout is not None
+    size = int.from_bytes(_exactly(worker.stdout, 4), "little")
+    return decoder.decode(_exactly(worker.stdout, size))
 
 
 def _exactly(stream: object, size: int) -> bytes:

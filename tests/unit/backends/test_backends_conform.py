@@ -74,7 +74,7 @@ class TestFsFiles(BackendKit):
 
 
 class TestFsFilesDirect(TestFsFiles):
-    options: ClassVar[dict[str, Any]] = {"pack_below": 0, "io": "direct", "fsync": "data"}
+    options: ClassVar[dict[str, Any]] = {"pack_below": 0, "io": "direct"}
 
 
 class TestFsFilesBuffered(TestFsFiles):

@@ -20,7 +20,7 @@ import pytest
 
 from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta
 from kvtierd.core.stimuli import Status
-from kvtierd.edges.backends import fs_tree
+from kvtierd.edges.backends import fs_lock, fs_tree
 from kvtierd.edges.backends.base import Transfer
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.errors import TierError
@@ -311,7 +311,7 @@ def test_the_descriptor_count_stays_flat(backend, root, monkeypatch):
     """L81: good and failing cycles alike."""
     write(backend, block(1), payload(1))
     before = open_descriptors()
-    for cycle in range(300):
+    for cycle in range(100):
         write(backend, block(2), payload(cycle))
         read(backend, block(2))
         read(backend, block(3))
@@ -338,8 +338,9 @@ def test_a_missing_root_is_a_failure_and_not_a_loss(backend, root):
     assert read(backend, block(1)) == payload(1)
 
 
-def test_a_removed_root_is_made_again_by_the_next_write(backend, root):
+def test_a_removed_root_is_made_again_by_the_next_write(backend, root, monkeypatch):
     """L79."""
+    monkeypatch.setattr(fs_lock, "WAIT_SECONDS", 0.0)
     write(backend, block(1), payload(1))
     shutil.rmtree(root)
     assert write(backend, block(2), payload(2)).status is Status.OK

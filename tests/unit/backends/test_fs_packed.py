@@ -122,11 +122,11 @@ def test_a_deleted_block_does_not_come_back(backend):
 def test_freed_slots_are_written_again_before_new_ones(backend, root):
     for number in range(10):
         write(backend, block(number), payload(number))
-    size = segments(root)[0].stat().st_size
+    places = {slot_of(backend, number) for number in range(10)}
     for number in range(10):
         backend.delete([block(number).id])
         write(backend, block(100 + number), payload(number))
-    assert [path.stat().st_size for path in segments(root)] == [size]
+    assert {slot_of(backend, 100 + number) for number in range(10)} == places
     assert backend.statistics()["spare_bytes"] == 0
 
 
@@ -250,12 +250,12 @@ def test_a_thing_in_a_segments_place_is_never_followed_or_waited_for(backend, ro
     (path,) = segments(root)
     outside = tmp_path / "outside"
     path.rename(outside)
-    before = outside.read_bytes()
+    before = outside.stat().st_mtime_ns, outside.stat().st_blocks
     {"link": lambda: path.symlink_to(outside), "folder": path.mkdir, "fifo": lambda: os.mkfifo(path)}[thing]()
     assert isinstance(read(backend, block(1)), Status)
     assert write(backend, block(2), payload(2)).status in (Status.FAILED, Status.OK)
     assert isinstance(scanned(backend), list)
-    assert outside.read_bytes() == before
+    assert (outside.stat().st_mtime_ns, outside.stat().st_blocks) == before
 
 
 def test_corrupt_slots_are_kept_aside(backend, root):
@@ -356,6 +356,46 @@ def test_a_killed_writer_leaves_no_false_hit_and_little_space(backend, root):
         assert allocated(root) <= len(found) * SLOT + 4 * 4096
         backend.close()
     backend.open()
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "part"),
+    [("pwritev", 1, 2000), ("pwritev", 1, 6000), ("pwrite", 1, 8), ("pwrite", 2, 0), ("pwrite", 2, 3000)],
+    ids=["half a payload", "payload", "time of use", "no header", "half a header"],
+)
+def test_a_writer_killed_between_the_parts_of_a_block_leaves_none(backend, root, call, number, part):
+    """L65: also not the block whose slot is taken over."""
+    for one in (1, 2):
+        write(backend, block(one), payload(one))
+    backend.delete([block(1).id])
+    backend.close()
+    program = """
+        import os, signal, sys
+        from kvtierd.edges.backends.fs import FsBackend
+        from kvtierd.testing.backend_kit import block, payload, scanned, write
+        backend = FsBackend("disk", sys.argv[1])
+        backend.open()
+        scanned(backend)
+        write(backend, block(3), payload(3))
+        backend.delete([block(3).id])
+        call, number, part = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+        real, calls = getattr(os, call), []
+        def die(fd, data, offset, *flags):
+            calls.append(offset)
+            if len(calls) < number:
+                return real(fd, data, offset, *flags)
+            write_part = os.pwrite if call == "pwritev" else real
+            write_part(fd, (b"".join(data) if call == "pwritev" else data)[:part], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        setattr(os, call, die)
+        write(backend, block(4), payload(4))
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(program), root, call, str(number), str(part)]
+    assert subprocess.run(arguments, timeout=50, check=False).returncode == -signal.SIGKILL
+    backend.open()
+    assert [one.block.id for one in scanned(backend)] == [block(2).id]
+    assert allocated(root) <= SLOT + 3 * 4096
+    assert read(backend, block(2)) == payload(2)
 
 
 def test_readers_see_whole_blocks_while_slots_are_recycled(backend):

@@ -141,7 +141,7 @@ class FsBackend:
         A quarter each bounds the first two; the rest is for folders, segments' tables and temporaries of
         writers that were killed. Folders take up to a mebibyte a namespace; below 16 MiB they may not fit.
         """
-        reserved = min(max_bytes // 2, max_bytes // 16 + (1 << 20))
+        reserved = max_bytes // 16 + min(max_bytes // 16, 1 << 20)
         self._quarantine.limit(min(reserved // 4, 1 << 30))
         self._packed.slots.spare_limit = min(reserved // 4, 1 << 30)
         with contextlib.suppress(OSError), Folders(self.root, self._device) as folders:
@@ -261,7 +261,7 @@ class FsBackend:
             return []
         try:
             with (
-                Folders(self.root, self._device, create=what == "write") as folders,
+                Folders(self.root, self._device) as folders,
                 SegmentFiles(folders) as files,
             ):
                 if what == "write" and folders.inode != self._inode:

@@ -178,12 +178,11 @@ class Folders:
     """The folders that one call works in; opened once per call, closed at its end.
 
     Nothing is kept open between calls, so that a root that was removed, replaced or remounted is noticed.
-    ``device`` is the filesystem that the root must be on, None for any. ``create`` makes a root that was
-    removed, but never in the place of a filesystem that is not mounted any more.
+    ``device`` is the filesystem that the root must be on, None for any.
     """
 
-    def __init__(self, root: Path, device: int | None, *, create: bool = False) -> None:
-        self.root = _open_root(root, device, create)
+    def __init__(self, root: Path, device: int | None) -> None:
+        self.root = _open_root(root)
         self._open: dict[tuple[str, str], int] = {}
         info = os.fstat(self.root)
         self.inode = info.st_ino
@@ -238,24 +237,12 @@ class Folders:
             os.close(fd)
 
 
-def _open_root(root: Path, device: int | None, create: bool) -> int:
-    """Open the root; a missing one is an error of the tier (ESTALE), not of a block (ENOENT)."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    for attempt in (1, 2):
-        try:
-            return os.open(root, flags)
-        except FileNotFoundError as error:
-            if not create or attempt == 2 or not _may_create(root, device):
-                raise OSError(errno.ESTALE, "the root folder is missing") from error
-        root.mkdir(parents=True, exist_ok=True)
-    raise AssertionError("unreachable")
+def _open_root(root: Path) -> int:
+    """Open the root; a missing one is an error of the tier (ESTALE), not of a block (ENOENT).
 
-
-def _may_create(root: Path, device: int | None) -> bool:
-    """Whether a folder made here would lie on the filesystem that the root was on."""
-    if device is None:
-        return True
-    for parent in root.parents:
-        with contextlib.suppress(FileNotFoundError):
-            return os.stat(parent).st_dev == device
-    return False
+    It is not made again: it may have been moved, or lie on a filesystem that is not mounted at the moment.
+    """
+    try:
+        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise OSError(errno.ESTALE, "the root folder is missing") from error

@@ -136,6 +136,6 @@ def test_the_reserve_is_a_small_part(tmp_path, max_bytes):
     backend = FsBackend("disk", tmp_path / "root")
     backend.open()
     reserved = backend.reserve(max_bytes)
-    assert 0 <= reserved <= max_bytes // 2
+    assert 0 <= reserved <= max_bytes // 8
     assert reserved <= max_bytes // 16 + (1 << 20)
     backend.close()

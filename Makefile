@@ -17,7 +17,7 @@ help:
 	@echo "make unit    the tests that need no other program (half a minute)"
 	@echo "make object  the object tier's tests on a real S3-compatible server (SeaweedFS)"
 	@echo "make engine  the real vLLM engine's tests (CPU build, Python 3.11, 2 GB of packages)"
-	@echo "make router  the real router's tests (NVIDIA Dynamo's indexer)"
+	@echo "make router  the real routers' tests (NVIDIA Dynamo's indexer and vLLM's router)"
 	@echo "make bench   round trip of the engine socket beside a bare echo"
 	@echo "make clean   remove the virtual environments"
 
@@ -39,6 +39,11 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 .venvs/dynamo/$(STAMP): tests/requirements/dynamo.txt
 	$(PYTHON) -m venv .venvs/dynamo
 	.venvs/dynamo/bin/python $(PIP) -r $<
+	@touch $@
+
+.venvs/vllm-router/$(STAMP): tests/requirements/vllm-router.txt
+	$(PYTHON) -m venv .venvs/vllm-router
+	.venvs/vllm-router/bin/python $(PIP) -r $<
 	@touch $@
 
 .venvs/seaweedfs/$(STAMP): tests/requirements/seaweedfs.txt
@@ -65,10 +70,10 @@ object: $(VENV)/$(STAMP)-test .venvs/seaweedfs/$(STAMP)
 engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP)
 	$(BIN)/pytest -m engine
 
-router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP)
+router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest -m router
 
-test: lint .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/dynamo/$(STAMP)
+test: lint .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest
 
 bench: $(VENV)/$(STAMP)-run

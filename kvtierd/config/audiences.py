@@ -16,14 +16,20 @@ PLACEHOLDERS = {"pod_name": "POD_NAME", "pod_ip": "POD_IP", "namespace": "POD_NA
 OTHER_PLACEHOLDERS = ("model", "dp_rank")
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "vllm-router": {"topic": "", "form": "map", "shared_blocks": "each_rank", "renumber_after": 1 << 19},
+    "vllm-router": {
+        "topic": "",
+        "form": "map",
+        "shared_blocks": "each_rank",
+        "coalesce": "50ms",
+        "renumber_after": 1 << 17,
+    },
     "dynamo": {"topic": "", "form": "map", "shared_blocks": "each_rank"},
     "llm-d": {
         "topic": "kv@{pod_ip}:8000@{model}",
         "form": "map",
         "shared_blocks": "once",
         "coalesce": "50ms",
-        "renumber_after": 1 << 19,
+        "renumber_after": 1 << 17,
     },
     "aibrix": {
         "topic": "",

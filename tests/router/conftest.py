@@ -1,10 +1,18 @@
-"""Real routers as the tests see them: NVIDIA Dynamo's standalone KV indexer in its own environment."""
+"""Real routers as the tests see them, in their own environments, and the pod whose events they follow.
+
+NVIDIA Dynamo's standalone KV indexer, and vLLM's router with policy kv_aware and a worker that only answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import os
+import random
+import re
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +21,15 @@ from typing import Any
 
 import pytest
 
+from kvtierd.client import BlockKey, Client, Group, Layout, Session
 from kvtierd.testing.clock import wait_for
-from kvtierd.testing.local_daemon import free_port
+from kvtierd.testing.local_daemon import LocalDaemon, free_port, short_folder
+from kvtierd.testing.workload import Chain, WorkBlock, payload
 
 ROOT = Path(__file__).parents[2]
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CREDIT = re.compile(r"credited_prefix_tokens=(\d+)")
+NUMBER = re.compile(r"sequence advanced source=\S+ rank=(\d+) seq=(\d+)")
 
 
 class DynamoIndexer:
@@ -91,6 +104,230 @@ class DynamoIndexer:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read().decode()
+
+
+class _Worker(http.server.BaseHTTPRequestHandler):
+    """Answers whatever the router asks of an engine."""
+
+    def do_GET(self) -> None:
+        self._answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer({"id": "c", "object": "text_completion", "model": "m", "choices": [], "usage": {}})
+
+    def _answer(self, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+class VllmRouter:
+    """One ``vllm-router`` with one worker, whose events come from ``endpoints`` (one for each dp rank)."""
+
+    def __init__(
+        self, program: str, log: Path, endpoints: Sequence[str], replays: Sequence[str], block: int
+    ) -> None:
+        self.log = log
+        self._port = free_port()
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Worker)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        worker = f"http://127.0.0.1:{self._server.server_port}"
+        options = {
+            "host": "127.0.0.1",
+            "port": self._port,
+            "policy": "kv_aware",
+            "worker-urls": worker,
+            "kv-event-source": f"{worker}={','.join(endpoints)}",
+            "kv-event-replay-source": f"{worker}={','.join(replays)}",
+            "kv-event-block-size": block,
+            "kv-event-model": "m",
+            "log-level": "debug",
+            "prometheus-host": "127.0.0.1",
+            "prometheus-port": free_port(),
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen([program, *words], stdout=sink, stderr=subprocess.STDOUT)
+
+    def wait_ready(self) -> None:
+        """Wait until it answers and subscribed; fails with its log when it ended instead."""
+        wait_for(self._healthy, "the router to answer", timeout=30)
+
+    def _healthy(self) -> bool:
+        if self._process.poll() is not None:
+            pytest.fail(f"the router ended with {self._process.returncode}:\n{self.log.read_text()}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5) as answer:
+                return answer.status == 200 and "kv_index subscriber for" in self.log.read_text()
+        except OSError:
+            return False
+
+    def credited(self, tokens: Sequence[int]) -> int:
+        """Send a prompt and return the tokens of it that it counts as cached, weighted by tier."""
+        before = len(self.text())
+        body = json.dumps({"model": "m", "prompt": list(tokens), "max_tokens": 1}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            answer.read()
+        found = wait_for(
+            lambda: CREDIT.findall(self.text()[before:]), "the router to log what it credits", timeout=5
+        )
+        return int(found[-1])
+
+    def text(self) -> str:
+        """Return its log so far."""
+        return COLOUR.sub("", self.log.read_text(errors="replace"))
+
+    def numbers(self, rank: int = 0) -> list[int]:
+        """Return the batch numbers that it took, replayed and live."""
+        return [int(number) for of, number in NUMBER.findall(self.text()) if int(of) == rank]
+
+    def close(self) -> None:
+        """Stop it and its worker, within ten seconds."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Pod:
+    """A daemon and an engine's session on it, with blocks that have real bytes.
+
+    ``tokens`` in a block; the pool has room for 8 blocks, the disk for 20 (headers go on top of the payload).
+    """
+
+    tokens = 16
+    block = 64 << 10
+    layout = Layout(
+        model="m", dtype="uint8", layout="test", groups=(Group(tokens_per_block=16, block_bytes=64 << 10),)
+    )
+
+    def __init__(self, folder: Path, **events: Any) -> None:
+        self.daemon = LocalDaemon(
+            folder,
+            pool_bytes=8 * self.block,
+            disk_bytes=20 * (self.block + (8 << 10)),
+            changes={"events": {"heartbeat": "1s", **events}} if events else None,
+        )
+        self.ends: dict[str, dict[str, str]] = {}
+        self._stack = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def attached(self, dp_rank: int = 0) -> Iterator[Session]:
+        """Be an engine of its own."""
+        with Client(self.daemon.socket, deadline=5.0) as client:
+            yield client.attach(self.layout, engine_id=f"engine-{dp_rank}", dp_rank=dp_rank)
+
+    def daemon_status(self) -> dict[str, Any]:
+        """Return the daemon's status."""
+        with Client(self.daemon.socket, deadline=5.0) as client:
+            return client.status()
+
+    def start(self) -> None:
+        """Start the daemon and attach."""
+        self.daemon.start()
+        self.session = self._stack.enter_context(self.attached())
+        self.ends = json.loads((self.daemon.folder / "run" / "events.json").read_text())
+
+    def stop(self) -> int | None:
+        """Detach and stop the daemon; returns its exit code."""
+        self._stack.close()
+        return self.daemon.stop()
+
+    def chain(self, seed: int, blocks: int) -> Chain:
+        """Make a prompt of whole blocks."""
+        made = Chain(self.tokens, b"router test")
+        made.extend(random.Random(seed).choices(range(32_000), k=blocks * self.tokens))
+        return made
+
+    def store(self, blocks: list[WorkBlock]) -> None:
+        """Store blocks and wait until they are on disk too, so that steps do not overlap."""
+        keys = [block.key for block in blocks]
+        job = self.session.prepare_store(keys, meta=[block.meta for block in blocks])
+        assert list(job.keys) == keys
+        for key, view in zip(job.keys, job.views(), strict=True):
+            view[:] = payload(key, self.block)
+        assert list(job.commit()) == keys
+        wait_for(lambda: set(keys) <= self.resident("disk"), "the blocks to be on disk")
+
+    def load(self, blocks: list[WorkBlock]) -> None:
+        """Load blocks and check their bytes."""
+        keys = [block.key for block in blocks]
+        got = self.session.load(keys, deadline=5.0)
+        try:
+            assert list(got.keys) == keys
+            for key, view in zip(got.keys, got.views(), strict=True):
+                assert bytes(view) == payload(key, self.block)
+        finally:
+            got.release()
+
+    def resident(self, tier: str) -> set[BlockKey]:
+        """Return what the daemon itself says is in a tier."""
+        return {entry.key for entry in self.session.inventory(tier)}
+
+    def truth(self, made: Chain) -> tuple[int, int]:
+        """Return the prompt's tokens in CPU, and those extended by disk, by the daemon's own inventory."""
+        in_cpu, on_disk = self.resident("cpu"), self.resident("disk")
+        names = [block.key for block in made.blocks]
+        cpu = next((i for i, key in enumerate(names) if key not in in_cpu), len(names))
+        disk = next((i for i in range(cpu, len(names)) if names[i] not in on_disk), len(names))
+        return cpu * self.tokens, disk * self.tokens
+
+
+@pytest.fixture
+def make_pod() -> Iterator[Callable[..., Pod]]:
+    """Make pods that end with the test; arguments are settings of ``events``."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**events: Any) -> Pod:
+            pod = Pod(stack.enter_context(short_folder("router")), **events)
+            stack.callback(pod.stop)
+            pod.start()
+            return pod
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def vllm_router_program() -> str:
+    """The program of the environment that ``vllm-router`` is installed in."""
+    program = os.environ.get("KVTIERD_VLLM_ROUTER", str(ROOT / ".venvs/vllm-router/bin/vllm-router"))
+    if not Path(program).exists():
+        pytest.skip(f"NO REAL ROUTER TESTED: {program} is missing; set KVTIERD_VLLM_ROUTER")
+    return program
+
+
+@pytest.fixture
+def start_vllm_router(vllm_router_program: str, tmp_path: Path) -> Iterator[Callable[..., VllmRouter]]:
+    """Start routers on audiences' endpoints (one for each dp rank); they end with the test."""
+    started: list[VllmRouter] = []
+
+    def start(*ends: dict[str, str]) -> VllmRouter:
+        log = tmp_path / f"vllm-router-{len(started)}.log"
+        binds, replays = [end["bind"] for end in ends], [end["replay"] for end in ends]
+        router = VllmRouter(vllm_router_program, log, binds, replays, Pod.tokens)
+        started.append(router)
+        router.wait_ready()
+        return router
+
+    yield start
+    for router in started:
+        router.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
 """A running daemon under test: clients on its socket, a router on its stream, its files and its status.
 
 For black-box tests. The router joins before the first store and records what it folded;
-:meth:`DaemonRig.agree` compares its state with the daemon's inventory at a quiet point. Blocks are 4 KiB and
-hold the bytes that their keys stand for (:func:`kvtierd.testing.workload.payload`).
+:meth:`DaemonRig.agree` compares its state with the daemon's inventory at a quiet point. Blocks hold the bytes
+that their keys stand for (:func:`kvtierd.testing.workload.payload`); they are 4 KiB, unless the rig's layout
+says otherwise.
 """
 
 from __future__ import annotations
@@ -21,15 +22,26 @@ from kvtierd.client import BlockKey, Client, Group, Layout, Scope, Session
 from kvtierd.testing.clock import wait_for
 from kvtierd.testing.consumer import ReferenceConsumer, residencies
 from kvtierd.testing.local_daemon import LocalDaemon
+from kvtierd.testing.on_disk import Copy, copies
 from kvtierd.testing.workload import Chain, WorkBlock, payload
 from kvtierd.wire.kvevents import BlockRemoved, BlockStored, EventBatch
 
 BLOCK = 4096
 FILE = 8192
-"""Bytes that one block takes on disk: a header of 4096 and the payload."""
-LAYOUT = Layout(
-    model="tiny", dtype="float16", layout="test", groups=(Group(tokens_per_block=4, block_bytes=BLOCK),)
-)
+"""Bytes that one block of ``LAYOUT`` takes on disk: a header of 4096 and the payload."""
+BIG_BLOCK = 256 << 10
+
+
+def layout_of(model: str, block_bytes: int) -> Layout:
+    """Return a layout with one group of blocks of this size."""
+    groups = (Group(tokens_per_block=4, block_bytes=block_bytes),)
+    return Layout(model=model, dtype="float16", layout="test", groups=groups)
+
+
+LAYOUT = layout_of("tiny", BLOCK)
+"""Blocks that a filesystem tier packs into segments."""
+BIG = layout_of("big", BIG_BLOCK)
+"""Blocks that have a file each."""
 CPU: dict[str, Any] = {"name": "cpu", "type": "cpu", "policy": "lru"}
 
 
@@ -116,14 +128,16 @@ class Router(ReferenceConsumer):
 class DaemonRig:
     """One daemon on ``folder``, which has to be short (see :class:`LocalDaemon`).
 
-    ``tiers`` replaces the one FS tier below the pool of ``slots`` blocks; ``changes`` replaces other
-    sections of the tier file. Every layout that :meth:`attach` is called with is compared in :meth:`agree`.
+    ``tiers`` replaces the one FS tier below the pool of ``slots`` blocks of ``layout``; ``changes`` replaces
+    other sections of the tier file. Every layout that :meth:`attach` is called with is compared in
+    :meth:`agree`.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
+        layout: Layout = LAYOUT,
         slots: int = 64,
         disk_bytes: int = 1 << 30,
         tiers: Sequence[dict[str, Any]] | None = None,
@@ -135,8 +149,10 @@ class DaemonRig:
         if tiers is not None:
             sections["tiers"] = [CPU, *tiers]
         self.folder = folder
+        self.layout = layout
+        pool_bytes = slots * layout.groups[0].block_bytes
         self.daemon = LocalDaemon(
-            folder, pool_bytes=slots * BLOCK, disk_bytes=disk_bytes, changes=sections, paranoid=paranoid
+            folder, pool_bytes=pool_bytes, disk_bytes=disk_bytes, changes=sections, paranoid=paranoid
         )
         self.edit(lambda body: body["events"].update(heartbeat=heartbeat))
         self.client = Client(self.daemon.socket, deadline=10.0)
@@ -180,8 +196,9 @@ class DaemonRig:
 
     # -- asking -------------------------------------------------------------------------------------
 
-    def attach(self, layout: Layout = LAYOUT, **options: Any) -> Session:
+    def attach(self, layout: Layout | None = None, **options: Any) -> Session:
         """Attach a scheduler session of engine ``e0``, unless the options say otherwise."""
+        layout = layout or self.layout
         self.layouts.add(layout)
         return self.client.attach(layout, **{"engine_id": "e0", **options})
 
@@ -198,10 +215,9 @@ class DaemonRig:
         """Return a tier's counter."""
         return int(self.tier(tier)["counters"].get(name, 0))
 
-    def file(self, block: WorkBlock, *, root: str = "disk") -> Path:
-        """Return where a block of ``LAYOUT`` has its file (see ``FORMAT.md``)."""
-        name = f"{block.key.hash.hex()}.{block.key.group}"
-        return self.folder / root / "v1" / LAYOUT.namespace() / block.key.hash[-1:].hex() / name
+    def copies(self, *, root: str = "disk") -> dict[BlockKey, Copy]:
+        """Return where the blocks of the rig's layout lie below a filesystem tier's root."""
+        return copies(self.folder / root, self.layout.namespace())
 
     @contextmanager
     def descriptors(self, spare: int) -> Iterator[None]:

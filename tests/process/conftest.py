@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.testing.daemon_rig import DaemonRig
+from kvtierd.client import Layout
+from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig
 
 Make = Callable[..., DaemonRig]
 
@@ -44,6 +45,12 @@ def make() -> Iterator[Make]:
 
 
 @pytest.fixture
-def rig(make: Make) -> DaemonRig:
+def layout() -> Layout:
+    """The layout of :func:`rig`."""
+    return LAYOUT
+
+
+@pytest.fixture
+def rig(make: Make, layout: Layout) -> DaemonRig:
     """A running daemon with 64 slots and one FS tier that checks every invariant after every turn."""
-    return make().start()
+    return make(layout=layout).start()

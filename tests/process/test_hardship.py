@@ -66,7 +66,7 @@ def test_descriptors_do_not_leak(rig: DaemonRig) -> None:
                 store(session, made)
                 rig.settle()
                 session.evict(keys_of(made), ["cpu"])
-                rig.file(made[0]).unlink()
+                rig.copies()[made[0].key].remove()
                 assert load(session, made[1:]) == ["disk"] * 3
                 assert load(session, made) == []
 

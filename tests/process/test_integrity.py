@@ -1,4 +1,7 @@
-"""Broken, missing, swapped and foreign files: a block is a hit only if it proves what it is."""
+"""Broken, missing, swapped and foreign bytes: a block is a hit only if it proves what it is.
+
+Each test runs with a file for every block, and with small blocks packed into segments.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.client import KeyState, Session
-from kvtierd.testing.daemon_rig import BLOCK, FILE, DaemonRig, chain, keys_of, load, loose, store
+from kvtierd.client import KeyState, Layout, Session
+from kvtierd.testing.daemon_rig import BIG, LAYOUT, DaemonRig, chain, keys_of, load, loose, store
 from kvtierd.testing.workload import WorkBlock, payload
 
 Make = Callable[..., DaemonRig]
+
+COLD, MISS = KeyState.COLD, KeyState.MISS
+
+
+@pytest.fixture(params=[BIG, LAYOUT], ids=["files", "packed"])
+def layout(request: pytest.FixtureRequest) -> Layout:
+    """Big blocks, which have a file each, and small ones."""
+    assert isinstance(request.param, Layout)
+    return request.param
 
 
 def cold(rig: DaemonRig, blocks: list[WorkBlock]) -> Session:
@@ -24,18 +36,13 @@ def cold(rig: DaemonRig, blocks: list[WorkBlock]) -> Session:
     return session
 
 
-def flip(path: Path, offset: int) -> None:
-    """Flip all bits of one byte, in place: length and name stay right."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 0xFF]))
-
-
 def quarantine(rig: DaemonRig) -> list[str]:
-    """Return the names of the block files that were kept aside."""
+    """Return the names (hash and group) of the blocks that were kept aside."""
     return sorted(path.name.split(".", 2)[2] for path in (rig.folder / "disk" / "quarantine").iterdir())
+
+
+def names(blocks: list[WorkBlock]) -> list[str]:
+    return sorted(f"{block.key.hash.hex()}.{block.key.group}" for block in blocks)
 
 
 def removed_from_disk(rig: DaemonRig, block: WorkBlock) -> int:
@@ -43,30 +50,35 @@ def removed_from_disk(rig: DaemonRig, block: WorkBlock) -> int:
 
 
 def check_lost(rig: DaemonRig, session: Session, bad: WorkBlock, good: list[WorkBlock]) -> None:
-    """A bad file costs one miss: gone from lookups and stream at once, the others are fine."""
+    """A bad copy costs one miss: gone from lookups, stream and disk at once, the others are fine."""
     assert load(session, [bad]) == []
-    assert session.lookup([bad.key]).states == (KeyState.MISS,)
+    assert session.lookup([bad.key]).states == (MISS,)
     rig.settle()
     assert removed_from_disk(rig, bad) == 1
-    assert not rig.file(bad).exists()
+    assert bad.key not in rig.copies()
     assert load(session, good) == ["disk"] * len(good)
 
 
-def test_a_truncated_file_is_one_miss_and_a_new_store_heals_it(rig: DaemonRig) -> None:
-    """L42."""
-    bad, *good = made = loose(3)
+def test_a_short_file_is_a_miss_and_a_new_store_heals_it(rig: DaemonRig, layout: Layout) -> None:
+    """L42: of a segment that was cut, the block at the edge and those behind it are lost."""
+    made = loose(3)
     session = cold(rig, made)
-    os.truncate(rig.file(bad), FILE - 1)
-    check_lost(rig, session, bad, good)
+    copies = rig.copies()
+    first, edge, behind = sorted(made, key=lambda block: copies[block.key].offset)
+    copies[edge.key].cut(copies[edge.key].nbytes - 1)
+    lost = [edge, behind] if layout is LAYOUT else [edge]
+    for number, bad in enumerate(lost):
+        check_lost(rig, session, bad, [block for block in made if block not in lost and not number])
     assert rig.counter("disk", "read_corrupt") == 1
-    assert load(session, [bad]) == []
-    assert rig.counter("disk", "read_corrupt") == 1, "the file is not opened again"
-    store(session, [bad])
+    assert rig.counter("disk", "read_gone") == len(lost) - 1
+    assert load(session, [edge]) == []
+    assert rig.counter("disk", "read_corrupt") == 1, "it is not read again"
+    store(session, lost)
     rig.settle()
-    session.evict([bad.key], ["cpu"])
-    assert load(session, [bad]) == ["disk"]
+    session.evict(keys_of(made), ["cpu"])
+    assert load(session, [first, *lost]) == ["disk"] * (1 + len(lost))
     rig.settle()
-    assert removed_from_disk(rig, bad) == 1
+    assert [removed_from_disk(rig, bad) for bad in lost] == [1] * len(lost)
 
 
 SPOTS = {
@@ -77,93 +89,141 @@ SPOTS = {
     "padding": 3000,
     "header checksum": 4095,
     "first byte": 4096,
-    "last byte": FILE - 1,
+    "last byte": -1,
 }
 
 
 def test_a_flipped_bit_anywhere_is_never_loaded(rig: DaemonRig) -> None:
-    """L63: body, header, checksums; the file is kept aside, the removal announced, the counter raised."""
+    """L63: body, header, checksums; the copy is kept aside, the removal announced, the counter raised."""
     made = loose(len(SPOTS) + 2)
     session = cold(rig, made)
+    copies = rig.copies()
     for bad, offset in zip(made, SPOTS.values(), strict=False):
-        flip(rig.file(bad), offset)
+        copies[bad.key].flip(offset % copies[bad.key].nbytes)
     good = made[len(SPOTS) :]
     for count, bad in enumerate(made[: len(SPOTS)], 1):
         check_lost(rig, session, bad, good)
         assert rig.counter("disk", "read_corrupt") == count
         session.evict(keys_of(good), ["cpu"])
-    assert quarantine(rig) == sorted(rig.file(bad).name for bad in made[: len(SPOTS)])
+    assert quarantine(rig) == names(made[: len(SPOTS)])
 
 
-def test_swapped_files_are_two_misses(rig: DaemonRig) -> None:
+def test_swapped_copies_are_two_misses(rig: DaemonRig) -> None:
     """L63: right length, right checksums, another block."""
     one, two, good = made = loose(3)
     session = cold(rig, made)
-    aside = rig.folder / "aside"
-    rig.file(one).rename(aside)
-    rig.file(two).rename(rig.file(one))
-    aside.rename(rig.file(two))
+    first, second = rig.copies()[one.key], rig.copies()[two.key]
+    bodies = first.read(), second.read()
+    first.write(bodies[1])
+    second.write(bodies[0])
     for bad in (one, two):
-        check_lost(rig, session, bad, [good])
+        assert load(session, [bad]) == []
+        assert session.lookup([bad.key]).states == (MISS,)
+        assert load(session, [good]) == ["disk"]
         session.evict([good.key], ["cpu"])
+    rig.settle()
+    assert [removed_from_disk(rig, bad) for bad in (one, two)] == [1, 1]
+    assert set(rig.copies()) == {good.key}
     assert rig.counter("disk", "read_corrupt") == 2
 
 
 @pytest.mark.parametrize("crash", [False, True], ids=["stop", "crash"])
-def test_a_scan_takes_only_what_proves_itself(rig: DaemonRig, crash: bool) -> None:
+def test_a_scan_takes_only_files_that_prove_themselves(make: Make, crash: bool) -> None:
     """L63, L78: bad files of every kind are there at the start; none is a hit, none stops the scan."""
+    rig = make(layout=BIG).start()
     made = loose(12)
     session = cold(rig, made)
-    files = [rig.file(block) for block in made]
-    flip(files[0], 70)  # header
-    flip(files[1], 4095)  # its checksum
-    flip(files[2], 5000)  # body: found on load
-    os.truncate(files[3], 0)
-    os.truncate(files[4], 100)
-    with files[5].open("ab") as file:
+    copies = rig.copies()
+    at = [copies[block.key] for block in made]
+    at[0].flip(70)  # header
+    at[1].flip(4095)  # its checksum
+    at[2].flip(5000)  # body: found on load
+    at[3].cut(0)
+    at[4].cut(100)
+    with at[5].path.open("ab") as file:
         file.write(b"more")
-    body6, body7 = files[6].read_bytes(), files[7].read_bytes()
-    files[6].write_bytes(body7)
-    files[7].write_bytes(body6)
-    space = files[8].parent.parent
-    strangers = [
-        space / "README.txt",
-        files[8].with_name("notes"),
-        files[8].with_name("ab.cd"),
-        space.parent / "x",
-    ]
+    bodies = at[6].read(), at[7].read()
+    at[6].write(bodies[1])
+    at[7].write(bodies[0])
+    shard = at[8].path.parent
+    strangers = [shard.parent / "README", shard / "notes", shard / "ab.cd", shard.parent.parent / "x"]
     for path in strangers:
         path.write_text("not ours")
-    (space / ("00" if files[8].parent.name != "00" else "01")).mkdir(exist_ok=True)
-    files[8].with_name("dd" * 32 + ".0").symlink_to("/etc/passwd")
-    files[8].with_name(f"aaaa{files[8].parent.name}.0").mkdir()
+    (shard / ("dd" * 31 + shard.name + ".0")).symlink_to("/etc/passwd")
+    (shard / f"aaaa{shard.name}.0").mkdir()
     rig.restart(crash=crash)
     session = rig.attach()
     rig.settle()
-    states = session.lookup(keys_of(made)).states
-    cold_ones, missing = (KeyState.COLD,), (KeyState.MISS,)
-    assert states == missing * 2 + cold_ones + missing * 5 + cold_ones * 4
+    assert session.lookup(keys_of(made)).states == (MISS,) * 2 + (COLD,) + (MISS,) * 5 + (COLD,) * 4
     check_lost(rig, session, made[2], made[8:])
     assert all(path.read_text() == "not ours" for path in strangers)
-    assert quarantine(rig) == sorted(path.name for path in files[:8])
-    store(session, made[:8])
+    assert quarantine(rig) == names(made[:8])
+    heal(rig, session, made)
+
+
+@pytest.mark.parametrize("crash", [False, True], ids=["stop", "crash"])
+def test_a_scan_takes_only_slots_that_prove_themselves(make: Make, crash: bool) -> None:
+    """L63, L78: bad slots, bad segments and strange names beside them; the good ones are all found."""
+    rig = make().start()
+    made = loose(12)
+    session = cold(rig, made)
+    copies = rig.copies()
+    at = [copies[block.key] for block in made]
+    at[0].flip(70)
+    at[1].flip(4095)
+    at[2].flip(5000)  # body: found on load
+    at[3].remove()
+    at[4].write(bytes(3996), at=100)  # half a header
+    at[5].write(at[8].read())  # a block that is there already
+    bodies = at[6].read(), at[7].read()
+    at[6].write(bodies[1])  # which slot a block lies in means nothing
+    at[7].write(bodies[0])
+    folder = at[8].path.parent
+    strangers = [folder / "README", folder / "4097-0123456789abcdef", folder / "8192-xyz"]
+    for path in strangers:
+        path.write_text("not ours")
+    (folder / f"8192-{'0' * 16}").touch()
+    (folder / f"8192-{'1' * 16}").write_bytes(os.urandom(1 << 20))
+    (folder / f"8192-{'2' * 16}").symlink_to("/etc/passwd")
+    (folder / f"8192-{'3' * 16}").mkdir()
+    (folder / f"12288-{'4' * 16}").write_bytes(at[8].path.read_bytes()[: 2 << 20])  # slots of another size
+    rig.restart(crash=crash)
+    session = rig.attach()
+    rig.settle()
+    assert session.lookup(keys_of(made)).states == (MISS,) * 2 + (COLD,) + (MISS,) * 3 + (COLD,) * 6
+    check_lost(rig, session, made[2], made[6:])
+    assert all(path.read_text() == "not ours" for path in strangers)
+    assert Path("/etc/passwd").read_bytes()
+    heal(rig, session, made)
+
+
+def heal(rig: DaemonRig, session: Session, made: list[WorkBlock]) -> None:
+    """Store blocks, some of which are there: all come back from the disk, now and after a restart."""
+    store(session, made)
     rig.settle()
     session.evict(keys_of(made), ["cpu"])
-    assert load(session, made) == ["disk"] * 12
+    assert load(session, made) == ["disk"] * len(made)
+    rig.restart()
+    session = rig.attach()
+    rig.settle()
+    assert load(session, made) == ["disk"] * len(made)
 
 
-def test_a_read_failure_in_the_middle_gives_the_blocks_before_it_and_nothing_else(rig: DaemonRig) -> None:
+def test_a_read_failure_in_the_middle_gives_the_blocks_before_it_and_nothing_else(
+    rig: DaemonRig, layout: Layout
+) -> None:
     """L61: block 3 of 8 is corrupt: 2 are loaded, nobody writes to targets 3 to 8, 2 hits are counted."""
+    size = layout.groups[0].block_bytes
     made = chain(8)
     session = cold(rig, made)
-    flip(rig.file(made[2]), 6000)
-    target = bytearray(b"\xca" * BLOCK * 8)
+    rig.copies()[made[2].key].flip(6000)
+    target = bytearray(b"\xca" * size * 8)
     with session.load(keys_of(made), deadline=5.0) as got:
         for number, view in enumerate(got.views()):
-            target[number * BLOCK : (number + 1) * BLOCK] = view
+            target[number * size : (number + 1) * size] = view
         assert len(got.keys) == 2
-    good = b"".join(payload(block.key, BLOCK) for block in made[:2])
-    assert target == good + b"\xca" * BLOCK * 6
+    good = b"".join(payload(block.key, size) for block in made[:2])
+    assert target == good + b"\xca" * size * 6
     assert rig.counter("cpu", "load_from_disk") == 2
     assert rig.counter("cpu", "load_from_cpu") == 0
     assert session.lookup(keys_of(made)).prefix == 2
@@ -178,69 +238,35 @@ def test_a_slot_that_a_failed_read_wrote_to_serves_the_next_block(make: Make) ->
     rig = make(slots=2).start()
     bad, good = made = loose(2)
     session = cold(rig, made)
-    flip(rig.file(bad), 6000)
+    rig.copies()[bad.key].flip(6000)
     assert load(session, [bad]) == []
     assert load(session, [good]) == ["disk"]
-    assert session.lookup([bad.key]).states == (KeyState.MISS,)
+    assert session.lookup([bad.key]).states == (MISS,)
     assert len(store(session, loose(2, "new"))) == 2
     assert load(session, loose(2, "new")) == ["cpu"] * 2
 
 
-def test_a_file_removed_by_somebody_else_is_a_miss(rig: DaemonRig) -> None:
+def test_a_copy_removed_by_somebody_else_is_a_miss(rig: DaemonRig) -> None:
     """L75."""
     bad, *good = made = loose(3)
     session = cold(rig, made)
-    rig.file(bad).unlink()
+    rig.copies()[bad.key].remove()
     check_lost(rig, session, bad, good)
     assert rig.counter("disk", "read_gone") == 1
     assert quarantine(rig) == []
 
 
-def test_a_disk_that_went_away_keeps_its_blocks_and_comes_back(rig: DaemonRig) -> None:
-    """L43, L79: a passing fault is a miss now and a hit later; the pool goes on meanwhile."""
-    made = loose(3)
-    session = cold(rig, made)
-    disk, away = rig.folder / "disk", rig.folder / "away"
-    disk.rename(away)
-    assert load(session, made) == []
-    assert session.lookup(keys_of(made)).states == (KeyState.COLD,) * 3
-    assert len(store(session, loose(2, "new"))) == 2
-    rig.settle()
-    assert rig.tier("disk")["last_fault"]
-    away.rename(disk)
-    assert load(session, made) == ["disk"] * 3
-    assert [removed_from_disk(rig, block) for block in made] == [0, 0, 0]
-
-
-def test_an_engine_may_reuse_its_buffer_right_after_the_commit(rig: DaemonRig) -> None:
+def test_an_engine_may_reuse_its_buffer_right_after_the_commit(rig: DaemonRig, layout: Layout) -> None:
     """L62: what was committed is what is loaded, from the pool and from the disk."""
+    size = layout.groups[0].block_bytes
     session = rig.attach()
-    buffer = bytearray(BLOCK)
+    buffer = bytearray(size)
     made = loose(20)
     for block in made:
-        buffer[:] = payload(block.key, BLOCK)
+        buffer[:] = payload(block.key, size)
         assert session.put(block.key, memoryview(buffer), block.meta)
-        buffer[:] = b"\xff" * BLOCK
+        buffer[:] = b"\xff" * size
     assert load(session, made) == ["cpu"] * 20
     rig.settle()
     session.evict(keys_of(made), ["cpu"])
     assert load(session, made) == ["disk"] * 20
-
-
-def test_a_bounded_disk_never_holds_more_than_its_bytes(make: Make) -> None:
-    """L66 in small: by what the files occupy, with removals for what goes, oldest first."""
-    rig = make(slots=16, disk_bytes=10 * FILE).start()
-    session = rig.attach()
-    made = loose(40)
-    root = rig.folder / "disk" / "v1"
-    for block in made:
-        store(session, [block])
-        status = rig.settle()
-        files = [path for path in root.rglob("*.0") if path.is_file()]
-        assert sum(path.stat().st_blocks * 512 for path in files) <= 10 * FILE
-        assert status["tiers"][1]["used_bytes"] <= 10 * FILE
-    session.evict(keys_of(made), ["cpu"])
-    states = session.lookup(keys_of(made)).states
-    kept = states.count(KeyState.COLD)
-    assert kept >= 8
-    assert states[-kept:] == (KeyState.COLD,) * kept

@@ -29,6 +29,7 @@ from kvtierd.core import effects, stimuli
 from kvtierd.core.effects import ErrorCode
 from kvtierd.testing.clock import wait_for
 from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig, chain, keys_of, load, loose, store
+from kvtierd.testing.on_disk import copies
 from kvtierd.testing.workload import payload
 from kvtierd.wire.framing import Deframer, frame
 from kvtierd.wire.messages import Hello, StatusRequest, decode_server, encode
@@ -265,9 +266,10 @@ def test_hostile_names_stay_names(rig: DaemonRig) -> None:
         "kvtierd.yaml",
         "kvtierd.log",
     }
-    assert {path.name for path in disk.iterdir()} == {"v1", "quarantine"}
-    assert all(len(path.name) == 32 for path in (disk / "v1").iterdir())
-    assert len(list((disk / "v1").rglob("*.0"))) == 5
+    assert {path.name for path in disk.iterdir()} == {"v1", "quarantine", "lock"}
+    spaces = [path.name for path in (disk / "v1").iterdir()]
+    assert all(len(name) == 32 for name in spaces)
+    assert [len(copies(disk, name)) for name in spaces] == [1] * 5
 
 
 def test_the_inventory_comes_in_pages(make: Make) -> None:

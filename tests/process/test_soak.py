@@ -196,7 +196,7 @@ def test_a_store_that_wants_the_disk_gets_it_while_another_is_under_way(rig: Dae
     job = first.prepare_store([block.key], meta=[block.meta], scope=Scope(store_to=()))
     assert store(second, [block]) == ()
     assert job.commit() == (block.key,)
-    wait_for(lambda: rig.file(block).exists(), "the file", timeout=2)
+    wait_for(lambda: block.key in rig.copies(), "the copy on disk", timeout=2)
 
 
 def test_everything_of_a_large_store_is_told(make: Make) -> None:

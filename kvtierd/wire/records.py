@@ -1,0 +1,289 @@
+"""The announced journal's form: a header, then one checked record for each batch of tier events.
+
+::
+
+    generation = MAGIC header record*
+    header     = frame([boot id])
+    record     = frame([at, entries, tiers, namespaces, mark])
+    frame      = length (4 bytes, little-endian), CRC-32 of the body (4 bytes), body (msgpack)
+    entry      = [kind, tier, namespace, [hash, group], payload bytes, dp rank, metadata]
+
+``at`` is seconds of a clock that runs through all processes of one boot. ``tiers`` and ``namespaces`` name
+what this and later entries of the generation mean by their numbers. Every entry says all there is to say, so
+a record can be read twice without harm.
+
+A generation's live entries are copied into the next one as ``KEPT`` while new ones are added, then the file
+goes; so reading all files in order is right at any moment.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import msgspec
+
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, TierEvent
+from kvtierd.wire.announced import History, TierLabel
+
+MAGIC = b"kvtierd announced 1\n"
+_MAGIC_STEM = b"kvtierd announced "
+MAX_RECORD = 1 << 30
+_FRAME = 8
+
+
+class Torn(Exception):
+    """The last record is incomplete: what comes before ``offset`` is good."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(f"torn at byte {offset}")
+        self.offset = offset
+
+
+class Unreadable(Exception):
+    """These bytes are not a journal that this version can believe."""
+
+
+class Kind(enum.IntEnum):
+    """What an entry says: a store, a removal, or a store that an older generation had."""
+
+    STORED = 0
+    REMOVED = 1
+    KEPT = 2
+
+
+class Mark(enum.IntEnum):
+    """What a record says beside its entries."""
+
+    NONE = 0
+    OPENED = 1
+    """A daemon goes on with the journal."""
+    SETTLED = 2
+    """All that was recorded so far has left the process."""
+    CLOSED = 3
+    """The same, and nothing will be told until a daemon goes on."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One residency change, with all that a later removal or a late reader needs."""
+
+    kind: int
+    tier: int
+    namespace: int
+    key: BlockKey
+    payload_bytes: int
+    dp_rank: int
+    meta: BlockMeta | None
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """What was told in one batch."""
+
+    at: float
+    entries: list[Entry]
+    tiers: list[TierLabel] = []
+    namespaces: list[str] = []
+    mark: int = Mark.NONE
+
+
+_STORED, _KEPT = int(Kind.STORED), int(Kind.KEPT)
+_new = tuple.__new__
+_encode = msgspec.msgpack.Encoder().encode
+_records = msgspec.msgpack.Decoder(Record)
+_headers = msgspec.msgpack.Decoder(tuple[str])
+
+
+def header(boot_id: str) -> bytes:
+    """Return the first bytes of a generation."""
+    return MAGIC + _frame(_encode((boot_id,)))
+
+
+def _frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+class RecordWriter:
+    """Makes one generation's records; numbers its tiers and namespaces, after those that it has."""
+
+    def __init__(self, tiers: Sequence[TierLabel] = (), namespaces: Sequence[str] = ()) -> None:
+        self._tiers = {label: number for number, label in enumerate(tiers)}
+        self._namespaces = {name: number for number, name in enumerate(namespaces)}
+
+    def changes(self, at: float, events: Sequence[TierEvent]) -> bytes:
+        """Return the record of one batch of events."""
+        known = len(self._tiers), len(self._namespaces)
+        removed = EventKind.REMOVED
+        entries = [
+            self._entry(
+                Kind.REMOVED if event.kind is removed else Kind.STORED,
+                TierLabel(event.tier, event.medium, event.locality),
+                event.block,
+            )
+            for event in events
+        ]
+        return self._record(at, entries, known)
+
+    def kept(self, at: float, blocks: Sequence[tuple[TierLabel, Block]]) -> bytes:
+        """Return the record of entries taken over from an older generation."""
+        known = len(self._tiers), len(self._namespaces)
+        return self._record(at, [self._entry(Kind.KEPT, label, block) for label, block in blocks], known)
+
+    def mark(self, at: float, mark: Mark) -> bytes:
+        """Return a record without entries."""
+        return _frame(_encode((at, (), (), (), int(mark))))
+
+    def _record(self, at: float, entries: list[tuple[object, ...]], known: tuple[int, int]) -> bytes:
+        tiers, namespaces = list(self._tiers)[known[0] :], list(self._namespaces)[known[1] :]
+        if tiers or namespaces:
+            return _frame(_encode((at, entries, tiers, namespaces)))
+        return _frame(_encode((at, entries)))
+
+    def _entry(self, kind: int, label: TierLabel, block: Block) -> tuple[object, ...]:
+        namespace, key = block.id
+        tier = self._tiers.get(label)
+        if tier is None:
+            tier = self._tiers[label] = len(self._tiers)
+        space = self._namespaces.get(namespace)
+        if space is None:
+            space = self._namespaces[namespace] = len(self._namespaces)
+        return (int(kind), tier, space, key, block.payload_bytes, block.dp_rank, block.meta)
+
+
+def read_header(file: BinaryIO) -> str:
+    """Read a generation's header; returns the boot id.
+
+    Raises:
+        Torn: there is less than a header.
+        Unreadable: something else, or a form of another version.
+    """
+    magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        if MAGIC.startswith(magic):
+            raise Torn(0)
+        if magic.startswith(_MAGIC_STEM):
+            raise Unreadable(
+                f"it has another version's form ({magic[len(_MAGIC_STEM) :].decode('latin-1').strip()})"
+            )
+        raise Unreadable("it does not begin as an announced journal does")
+    for body in _bodies(file):
+        try:
+            return _headers.decode(body)[0]
+        except msgspec.MsgspecError as error:
+            raise Unreadable(f"its header: {error}") from error
+    raise Torn(0)
+
+
+def read_records(file: BinaryIO) -> Iterator[Record]:
+    """Yield a generation's records, after its header.
+
+    Raises:
+        Torn: the last record is incomplete.
+        Unreadable: a record in the middle is damaged.
+    """
+    for body in _bodies(file):
+        try:
+            yield _records.decode(body)
+        except msgspec.MsgspecError as error:
+            raise Unreadable(f"a record before byte {file.tell()}: {error}") from error
+
+
+def _bodies(file: BinaryIO) -> Iterator[bytes]:
+    while True:
+        start = file.tell()
+        head = file.read(_FRAME)
+        if not head:
+            return
+        length = int.from_bytes(head[:4], "little")
+        if len(head) < _FRAME:
+            raise Torn(start)
+        if not 0 < length <= MAX_RECORD:
+            raise Unreadable(f"a record of {length} bytes at byte {start}")
+        body = file.read(length)
+        if len(body) < length:
+            raise Torn(start)
+        if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
+            if not file.read(1):
+                raise Torn(start)
+            raise Unreadable(f"the checksum of the record at byte {start} is wrong")
+        yield body
+
+
+class HistoryReader:
+    """Folds the records of all generations, oldest first, into a :class:`History`.
+
+    ``tail``: how many seconds before the last record changes are in doubt.
+    """
+
+    def __init__(self, tail: float) -> None:
+        self._tail = tail
+        self._older: dict[TierLabel, dict[BlockId, Block]] = {}
+        self._kept: dict[TierLabel, dict[BlockId, Block]] = {}
+        self._new: dict[TierLabel, dict[BlockId, Block]] = {}
+        self._tiers: list[TierLabel] = []
+        self._namespaces: list[str] = []
+        self._recent: deque[tuple[float, TierLabel, Block]] = deque()
+        self.closed = False
+        self.entries = 0
+
+    def generation(self) -> None:
+        """Begin with the next file. What it kept of older ones comes before what is new in it."""
+        for part in (self._kept, self._new):
+            for label, blocks in part.items():
+                self._older.setdefault(label, {}).update(blocks)
+            part.clear()
+        self._tiers, self._namespaces = [], []
+
+    def names(self) -> tuple[list[TierLabel], list[str]]:
+        """Return what the generation's numbers mean."""
+        return self._tiers, self._namespaces
+
+    def take(self, record: Record) -> None:
+        """Take in the next record.
+
+        Raises:
+            Unreadable: it names what no record defined.
+        """
+        self._tiers += record.tiers
+        self._namespaces += record.namespaces
+        while self._recent and self._recent[0][0] < record.at - self._tail:
+            self._recent.popleft()
+        if record.mark in (Mark.SETTLED, Mark.CLOSED):
+            self._recent.clear()
+        self.closed = record.mark == Mark.CLOSED
+        try:
+            for entry in record.entries:
+                key = entry.key
+                block_id = _new(BlockId, (self._namespaces[entry.namespace], key))
+                block = Block(block_id, entry.payload_bytes, entry.meta, entry.dp_rank)
+                self._apply(record.at, entry.kind, self._tiers[entry.tier], block)
+        except IndexError:
+            raise Unreadable("an entry names a tier or namespace that is not defined") from None
+        self.entries += len(record.entries)
+
+    def _apply(self, at: float, kind: int, label: TierLabel, block: Block) -> None:
+        block_id = block.id
+        older, kept = self._older.get(label), self._kept.get(label)
+        new = self._new.get(label)
+        if new is None:
+            new = self._new[label] = {}
+        if kind == _KEPT:
+            if (not older or block_id not in older) and block_id not in new:
+                self._kept.setdefault(label, {}).setdefault(block_id, block)
+            return
+        if older:
+            older.pop(block_id, None)
+        if kept:
+            kept.pop(block_id, None)
+        new.pop(block_id, None)
+        if kind == _STORED:
+            new[block_id] = block
+        self._recent.append((at, label, block))
+
+    def finish(self, *, whole: bool) -> History:
+        """Return what the journal says."""
+        self.generation()
+        latest = {(label, b.id, b.hashes, b.dp_rank): (label, b) for _, label, b in self._recent}
+        return History(self._older, list(latest.values()), whole)

@@ -1,4 +1,4 @@
-"""``kvtierd events tail``: print an event stream, any audience's and any vLLM engine's too."""
+"""``kvtierd events``: ``tail`` prints an event stream, any audience's and any vLLM engine's too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvtierd.cli.events_watch import add_watch, run_watch
 from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ConfigError, ExitCode, RemoteProtocolError, Unavailable
 
@@ -69,12 +70,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "--tokens", action="store_true", help=f"print all token ids, not {SHOWN_TOKENS} a block"
     )
     tail.add_argument("--empty", action="store_true", help="print batches without events (heartbeats) too")
+    add_watch(actions)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print until interrupted (0), ``--count`` is reached (0) or ``--timeout`` ran out (69)."""
+    """Print until interrupted (0), ``--count`` is reached (0) or ``--timeout`` ran out (69); or watch."""
     try:
-        return _tail(args, _source(args))
+        return run_watch(args) if args.action == "watch" else _tail(args, _source(args))
     except KeyboardInterrupt:
         return ExitCode.OK
 
@@ -118,12 +120,12 @@ def _source(args: argparse.Namespace) -> Source:
                 raise ConfigError(f"audience {audience.name!r} connects to {audience.connect}: listen there")
             replay = args.replay or (audience.replay if args.since is not None else None)
             topic = render_topic(audience, events.model, os.environ) if args.topic is None else args.topic
-            return Source(_connectable(audience.bind), replay and _connectable(replay), topic)
+            return Source(connectable(audience.bind), replay and connectable(replay), topic)
     names = ", ".join(audience.name for audience in events.audiences)
     raise ConfigError(f"{args.config}: no audience {args.audience!r}; there are: {names or 'none'}")
 
 
-def _connectable(endpoint: str) -> str:
+def connectable(endpoint: str) -> str:
     """Return an endpoint to connect to for one that is bound: every address includes loopback."""
     for wildcard, loopback in (
         ("//*:", "//127.0.0.1:"),

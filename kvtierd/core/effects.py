@@ -30,6 +30,9 @@ class ErrorCode(enum.StrEnum):
     INTERNAL = "internal"
 
 
+EventHash = int | bytes
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Base of all answers; ``id`` is the request's. A reply with ``id`` 0 is a notice."""
 
@@ -126,13 +129,17 @@ class InventoryEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SurveyEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One residency of any namespace; ``bytes`` is what it occupies in the tier."""
+    """One residency of any namespace; ``bytes`` is what it occupies in the tier.
+
+    ``hashes``: those of its events, empty where that is the key's own (:func:`kvtierd.core.model.event_hash`).
+    """
 
     tier: str
     namespace: str
     key: BlockKey
     bytes: int
     dp_rank: int
+    hashes: tuple[EventHash, ...] = ()
 
 
 class InventoryPage(Reply, frozen=True, kw_only=True, tag="inventory_page"):

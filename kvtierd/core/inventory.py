@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from kvtierd.core.effects import InventoryEntry, InventoryPage, SurveyEntry
+from kvtierd.core.model import event_hash
 from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.sessions import Session
 from kvtierd.core.stack import Stack
@@ -106,5 +107,7 @@ def _residencies(tier: str, blocks: ResidentSet, slot_bytes: int = 0) -> Iterato
     nodes: list[Node] = list(blocks)
     for node in nodes:
         if node.state is State.RESIDENT and not node.gone:
-            namespace, key = node.block.id
-            yield SurveyEntry(tier, namespace, key, slot_bytes or node.size, node.block.dp_rank)
+            block = node.block
+            namespace, key = block.id
+            hashes = block.hashes if block.hashes != (event_hash(key),) else ()
+            yield SurveyEntry(tier, namespace, key, slot_bytes or node.size, block.dp_rank, hashes)

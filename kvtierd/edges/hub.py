@@ -19,7 +19,7 @@ import zmq
 
 from kvtierd.config.audiences import Audience, Events, render_topic
 from kvtierd.config.endpoints import offset
-from kvtierd.core.model import TierEvent
+from kvtierd.core.model import Medium, TierEvent
 from kvtierd.edges.curve import CurveKeys, Doorkeeper
 from kvtierd.edges.outlet import Outlet, OutletPlan
 from kvtierd.edges.publisher import Publisher, StreamPlan
@@ -32,12 +32,14 @@ from kvtierd.wire.stream import Limits
 logger = logging.getLogger(__name__)
 
 MAX_RANK = 1 << 20
+MEDIUM_OF = {"cpu": Medium.CPU}
+"""By a tier's type; all others are storage."""
 
 
 class EventHub:
     """All audiences of one daemon.
 
-    ``tiers`` maps each tier's name to its type (for ``medium_names``); ``environ`` fills in topics; ``clock``
+    ``tiers`` maps the name of each tier that has events to its type; ``environ`` fills in topics; ``clock``
     returns seconds since the epoch. Numbers and the ranks that readers know of are kept in ``state_dir``
     (``None``: nowhere); ``endpoints_file`` is where the real endpoints are written for others to find.
     """
@@ -54,6 +56,7 @@ class EventHub:
     ) -> None:
         self._clock = clock
         self._ranks = _RankFile(state_dir)
+        self._media = {name: MEDIUM_OF.get(kind, Medium.STORAGE).value for name, kind in tiers.items()}
         self._endpoints_file = endpoints_file
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -145,7 +148,8 @@ class EventHub:
             audiences[outlet.plan.label] = {
                 **outlet.endpoints,
                 "topic": outlet.plan.topic,
-                "form": publisher.plan.view.form.value,
+                "curve": outlet.plan.curve is not None,
+                **self._shown(publisher.plan.view),
                 **publisher.statistics(),
                 **outlet.statistics(),
             }
@@ -174,6 +178,21 @@ class EventHub:
             await self._loop.run_in_executor(None, publisher.release)
         if self._endpoints_file is not None:
             self._endpoints_file.unlink(missing_ok=True)
+
+    def _shown(self, view: View) -> dict[str, Any]:
+        """Return what a reader has to expect: each tier's medium on the wire, ranks, form."""
+        names = dict(view.names)
+        return {
+            "form": view.form.value,
+            "removals": view.removals,
+            "tiers": {
+                tier: names.get(tier, medium)
+                for tier, medium in self._media.items()
+                if view.media is None or medium in view.media
+            },
+            "ranks": sorted(self._ranks.known) if view.each_rank else None,
+            "rank": view.rank,
+        }
 
     def _outlets(self) -> Iterator[tuple[Publisher, Outlet]]:
         for publisher in self._publishers:

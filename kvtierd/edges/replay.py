@@ -4,7 +4,8 @@ A client (DEALER, or REQ which takes the first reply only) sends ``[b"", start]`
 big-endian; it gets ``[b"", topic, number, payload]`` for every batch from there on and the end marker
 ``[b"", b"", ff*8, b""]``. Batches go out in slices between the loop's other work, and only as fast as the
 client takes them, so that neither a large replay nor a client that stopped reading costs more than a
-bounded queue.
+bounded queue. A peer (the address that a connection comes from; all of this pod's own are one) gets so many
+replays a second and no more, and of those that run or wait never all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ SLICE_BYTES = 256 << 10
 MAX_ACTIVE = 4
 """Replays served at a time; each may hold a copy of the state."""
 MAX_WAITING = 64
+MAX_OF_PEER = 32
+"""Of those that wait, how many may be one peer's."""
+BURST = 64
+RATE = 8.0
+"""Replays that a peer may ask for at once, and a second from then on."""
+MAX_PEERS = 1024
 RETRY = 0.005
 STALLED = 10.0
 """Seconds without progress after which a replay is given up."""
@@ -60,6 +67,28 @@ class _Replay:
         return _Frames(self._topic, encode_sequence(batch[0]), batch[1])
 
 
+class _Request(NamedTuple):
+    client: bytes
+    start: int
+    peer: str
+
+
+class _Allowance:
+    """How many replays each peer may still ask for (a token bucket each)."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, float]] = {}  # tokens left, and when that was
+
+    def take(self, peer: str, now: float) -> bool:
+        """Use up one, if there is one."""
+        left, since = self._left.pop(peer, (float(BURST), now))
+        left = min(float(BURST), left + (now - since) * RATE)
+        self._left[peer] = (left - 1, now) if left >= 1 else (left, now)  # the latest last
+        if len(self._left) > MAX_PEERS:
+            del self._left[next(iter(self._left))]
+        return left >= 1
+
+
 class ReplayServer:
     """Serves replays on a bound ROUTER socket, which it owns, in the loop's thread."""
 
@@ -70,7 +99,8 @@ class ReplayServer:
         self._socket = socket
         self._topic = topic
         self._since = since
-        self._waiting: deque[tuple[bytes, int]] = deque()
+        self._waiting: deque[_Request] = deque()
+        self._allowance = _Allowance()
         self._active: dict[bytes, _Replay] = {}
         self._scheduled: asyncio.Handle | None = None
         self._draining: asyncio.Handle | None = None
@@ -84,6 +114,7 @@ class ReplayServer:
                 "replays_done",
                 "replays_abandoned",
                 "replays_refused",
+                "replays_limited",
                 "replay_malformed",
             ),
             0,
@@ -130,19 +161,26 @@ class ReplayServer:
         for _ in range(SLICE_BATCHES):
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
-            self._request(self._socket.recv_multipart(zmq.NOBLOCK))
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            self._request([frame.bytes for frame in frames], _peer(frames[-1]))
         else:
             self._draining = self._loop.call_soon(self._receive)  # a flood: others first
         self._admit()
 
-    def _request(self, frames: list[bytes]) -> None:
+    def _request(self, frames: list[bytes], peer: str) -> None:
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
             self._counts["replay_malformed"] += 1
-        elif len(self._waiting) >= MAX_WAITING:
+            return
+        self._counts["replay_requests"] += 1
+        if not self._allowance.take(peer, self._loop.time()):
+            self._counts["replays_limited"] += 1
+        elif (
+            len(self._waiting) >= MAX_WAITING
+            or sum(request.peer == peer for request in self._waiting) >= MAX_OF_PEER
+        ):
             self._counts["replays_refused"] += 1
         else:
-            self._counts["replay_requests"] += 1
-            self._waiting.append((frames[0], int.from_bytes(frames[2], "big")))
+            self._waiting.append(_Request(frames[0], int.from_bytes(frames[2], "big"), peer))
             self._idle.clear()
 
     def _admit(self) -> None:
@@ -150,10 +188,10 @@ class ReplayServer:
         for request in list(self._waiting):
             if len(self._active) >= MAX_ACTIVE:
                 break
-            client, start = request
-            if client not in self._active:
+            if request.client not in self._active:
                 self._waiting.remove(request)
-                self._active[client] = _Replay(self._since(start), self._topic, self._loop.time())
+                batches = self._since(request.start)
+                self._active[request.client] = _Replay(batches, self._topic, self._loop.time())
         if self._active and self._scheduled is None:
             self._scheduled = self._loop.call_soon(self._pump)
         if not self._active and not self._waiting:
@@ -201,3 +239,11 @@ class ReplayServer:
     def _end(self, client: bytes, count: str) -> None:
         del self._active[client]
         self._counts[count] += 1
+
+
+def _peer(frame: zmq.Frame) -> str:
+    """Return the address that a message came from; empty for ipc, where libzmq knows none."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""

@@ -71,7 +71,9 @@ SERVER = [
     messages.StatusReport(id=2, body={"pool": {"bytes": 1 << 33, "pinned": False}, "tiers": ["cpu"]}),
     messages.SurveyPage(
         id=18,
-        entries=(effects.SurveyEntry("disk", "0123456789abcdef0123456789abcdef", K1, 135168, 0),),
+        entries=(
+            effects.SurveyEntry("disk", "0123456789abcdef0123456789abcdef", K1, 135168, 0, (2**64 - 1,)),
+        ),
         cursor=1124,
         models={"0123456789abcdef0123456789abcdef": "org/model"},
     ),

@@ -32,7 +32,7 @@ _SYS_CACHESTAT = 451  # the same on all architectures
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _ZEROES = bytes(ALIGN)
 _BEHIND = 256 << 10
-"""From how many bytes on one write is worth a write-back of its own (at 64 KiB it costs four times the CPU)."""
+"""From how many bytes on a write is worth a write-back of its own."""
 
 
 class _Range(ctypes.Structure):

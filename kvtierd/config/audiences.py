@@ -21,6 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "form": "map",
         "shared_blocks": "each_rank",
         "coalesce": "50ms",
+        "reannounce_orphans": True,
         "renumber_after": 1 << 17,
     },
     "dynamo": {"topic": "", "form": "map", "shared_blocks": "each_rank"},
@@ -29,6 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "form": "map",
         "shared_blocks": "once",
         "coalesce": "50ms",
+        "reannounce_orphans": True,
         "renumber_after": 1 << 17,
     },
     "aibrix": {
@@ -118,6 +120,7 @@ class Audience(Section):
     medium_names: dict[Name, MediumName] = Field(default_factory=dict)
     shared_blocks: Literal["once", "each_rank"] = "once"
     rank_ports: Ranks | None = None
+    reannounce_orphans: bool = False
     max_events: Annotated[int, Field(ge=1, le=4096)] = 4096
     max_bytes: Annotated[Size, Field(ge=64 << 10, le=16 << 20)] = 4 << 20
     coalesce: Duration | None = None

@@ -276,6 +276,7 @@ def _stream_plan(events: Events, audience: Audience, rank: int, tiers: Mapping[s
         names=tuple((tier, names[kind]) for tier, kind in tiers.items() if kind in names),
         rank=rank if audience.rank_ports is not None else None,
         each_rank=audience.shared_blocks == "each_rank",
+        reannounce=audience.reannounce_orphans,
     )
     return StreamPlan(
         view=view,

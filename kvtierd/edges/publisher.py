@@ -19,6 +19,7 @@ from kvtierd.core.model import TierEvent
 from kvtierd.edges.outlet import Outlet, OutletPlan
 from kvtierd.edges.sequence import SequenceStore
 from kvtierd.wire.kvevents import WireEvent
+from kvtierd.wire.orphans import Orphans
 from kvtierd.wire.projection import Change, Projection, View, runs_of
 from kvtierd.wire.ranks import Fan
 from kvtierd.wire.stream import Limits, StreamLog, encode_sequence, split
@@ -69,7 +70,11 @@ class Publisher:
         self._fan = (
             Fan(self._projection.announced, ranks, only=plan.view.rank) if plan.view.each_rank else None
         )
-        self._log = StreamLog(plan.limits, plan.view)
+        self._orphans: Orphans | None = None
+        if plan.view.reannounce:
+            self._projection.watcher = self._orphans = Orphans(self._projection.announced)
+        missing = None if self._orphans is None else self._orphans.missing
+        self._log = StreamLog(plan.limits, plan.view, missing=missing)
         self._log.begin(sequence.upcoming)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = False
@@ -133,6 +138,7 @@ class Publisher:
             "announced": len(self._projection),
             "foreign": self._projection.foreign,
             "foreign_repeats": self._projection.foreign_repeats,
+            "orphans": 0 if self._orphans is None else len(self._orphans),
             "unmatched_removals": self._projection.unmatched,
             "ring_batches": log.ring_batches,
             "ring_bytes": log.ring_bytes,

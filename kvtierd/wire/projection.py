@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent
 from kvtierd.wire.kvevents import (
@@ -40,7 +40,7 @@ class View:
     ``media``: only these (by kvtierd's names). ``removals``: whether it hears that a block left a tier.
     ``names``: tiers whose medium has another name on the wire. ``rank``: only this dp rank. ``each_rank``:
     blocks of the shared pool are announced for every attached dp rank, else once, for the rank that stored
-    them.
+    them. ``reannounce``: blocks are told again when a parent comes that readers did not know.
     """
 
     form: Form = Form.MAP
@@ -51,6 +51,7 @@ class View:
     names: tuple[tuple[str, str], ...] = ()
     rank: int | None = None
     each_rank: bool = False
+    reannounce: bool = False
 
 
 class ReaderKey(NamedTuple):
@@ -113,6 +114,18 @@ class Run(NamedTuple):
     changes: list[Change]
 
 
+class Watcher(Protocol):
+    """Who looks at a projection's changes as they are made."""
+
+    def stored(self, change: Change) -> Iterator[Change]:
+        """Note a store; yield what must be told after it."""
+        ...
+
+    def removed(self, change: Change) -> None:
+        """Note that this store has been taken back."""
+        ...
+
+
 class Projection:
     """Turns tier events in drain order, and another publisher's events, into what a reader must hear."""
 
@@ -124,6 +137,8 @@ class Projection:
         """All that readers know; to be read only."""
         self._more: dict[ReaderKey, int] = {}  # residencies beyond the first, where there are any
         self._foreign: set[ReaderKey] = set()
+        self.watcher: Watcher | None = None
+        """Sees all changes, and may have more told."""
         self.unmatched = 0
         """Removals of what was never stored: a bug upstream, ignored."""
         self.foreign_repeats = 0
@@ -202,6 +217,8 @@ class Projection:
         change = Change(key, block, index, has_group(block))
         self.announced[key] = change
         yield change
+        if self.watcher is not None:
+            yield from self.watcher.stored(change)
 
     def _removed(self, key: ReaderKey, *, told: bool) -> Iterator[Change]:
         if key in self._more:
@@ -209,7 +226,10 @@ class Projection:
             if not self._more[key]:
                 del self._more[key]
         else:
-            yield self.announced.pop(key).undone(told=told)
+            change = self.announced.pop(key)
+            if self.watcher is not None:
+                self.watcher.removed(change)
+            yield change.undone(told=told)
 
     def _came(self, keys: list[ReaderKey], event: BlockStored, rank: int) -> Iterator[Change]:
         block = foreign_block(event, rank)
@@ -257,7 +277,7 @@ def unknown_ancestry(
     while at is not None and at not in known:
         known.add(at)  # before its parent, so that a cycle of parents ends too
         chain.append(changes[at])
-        at = _parent_key(changes, changes[at])
+        at = parent_key(changes, changes[at])
     yield from reversed(chain)
 
 
@@ -266,8 +286,11 @@ def _leaf_first(changes: Mapping[ReaderKey, Change], keys: Sequence[ReaderKey]) 
     return [change.key for change in reversed(list(root_first(chosen)))]
 
 
-def _parent_key(changes: Mapping[ReaderKey, Change], change: Change) -> ReaderKey | None:
-    """Find the parent where the child is, else in any other tier: readers ask that it be known somewhere."""
+def parent_key(changes: Mapping[ReaderKey, Change], change: Change) -> ReaderKey | None:
+    """Find the parent where the child is, else in any other tier: readers ask that it be known somewhere.
+
+    An engine's block may have its parent in the pool that all ranks share.
+    """
     parent = change.parent
     if parent is None:
         return None

@@ -12,13 +12,13 @@ are gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import NamedTuple
 
 from kvtierd.wire.kvevents import WireEvent, encode_batch, pack
-from kvtierd.wire.projection import Change, ReaderKey, Run, View, root_first
+from kvtierd.wire.projection import Change, ReaderKey, Run, View, parent_key, root_first
 
 SEQUENCE_BYTES = 8
 MAX_SEQUENCE = (1 << 63) - 1
@@ -97,15 +97,24 @@ class LogStatistics:
 class StreamLog:
     """The log of one audience. The caller brings the numbers, each one more than the last.
 
+    ``missing`` hears of stores in a replay from 0 whose parent is not there.
     The ring holds at most ``ring_batches`` batches and about ``ring_bytes`` bytes (payloads, and the block
     descriptions that they keep alive), but always the newest batch.
     """
 
-    def __init__(self, limits: Limits, view: View | None = None, *, max_tombstones: int = 1 << 18) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        view: View | None = None,
+        *,
+        max_tombstones: int = 1 << 18,
+        missing: Callable[[Change], None] | None = None,
+    ) -> None:
         self._limits = limits
         self._view = view if view is not None else View()
         self._ring: deque[Entry] = deque()
         self._ring_cost = 0
+        self._missing = missing
         self._base = _Base(max_tombstones)
         self._first = 0  # the next batch's number, where none is in the ring
 
@@ -202,13 +211,26 @@ class StreamLog:
         ):  # unbroken is out of reach: only as many numbers as the state needs
             first = max(first, ring_start - self._numbers_for(count))
         numbers = range(first, ring_start)
-        changes = chain(gone, root_first(stored))
+        first_seen = root_first(stored)
+        if start == 0 and self._missing is not None:
+            first_seen = self._without_parents(first_seen, stored)
+        changes = chain(gone, first_seen)
         batches = _pack(changes, count, len(numbers), len(base.ranks), self._limits)
         return self._fill(numbers, batches, base.ts, base.rank)
 
     def _numbers_for(self, changes: int) -> int:
         """Return how many numbers so many changes of the base want: half-full batches, one more a rank."""
         return 2 * (changes // min(SNAPSHOT_EVENTS, self._limits.max_events)) + len(self._base.ranks) + 1
+
+    def _without_parents(
+        self, changes: Iterator[Change], among: Mapping[ReaderKey, Change]
+    ) -> Iterator[Change]:
+        """Pass changes on, and say which of them come to a reader that does not know their parent."""
+        assert self._missing is not None
+        for change in changes:
+            if change.parent is not None and parent_key(among, change) is None:
+                self._missing(change)
+            yield change
 
     def _fill(
         self, numbers: range, batches: Iterator[Run], ts: float, rank: int

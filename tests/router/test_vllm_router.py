@@ -91,6 +91,25 @@ def test_both_routers_follow_one_daemon_through_its_whole_life(
     assert not any(one["unmatched_removals"] for one in events["audiences"].values())
 
 
+def test_blocks_stored_before_their_parents_count_when_the_parents_come(
+    make_pod: Callable[..., Any], start_vllm_router: Callable[..., Any]
+) -> None:
+    """The router drops a block whose parent it does not know; also one that joins only then."""
+    pod = make_pod(audiences=[audience("vllm", "vllm-router")], ring_batches=2)
+    early = start_vllm_router(pod.ends["vllm"])
+    made, other = pod.chain(1, 4), pod.chain(2, 3)
+    pod.store(made.blocks[2:])
+    pod.store(other.blocks)
+    wait_for(lambda: pod.daemon_status()["events"]["orphans"] == 4, "two orphans in two tiers")
+    credits_truth(early, pod, made, other)
+    late = start_vllm_router(pod.ends["vllm"])
+    credits_truth(late, pod, other)
+    pod.store(made.blocks[:2])
+    assert pod.truth(made) == (64, 64)
+    for router in (early, late):
+        credits_truth(router, pod, made, other)
+
+
 def test_the_router_takes_numbers_that_begin_anew_for_a_new_start(
     make_pod: Callable[..., Any], start_vllm_router: Callable[..., Any]
 ) -> None:
@@ -99,7 +118,9 @@ def test_the_router_takes_numbers_that_begin_anew_for_a_new_start(
     pod = make_pod(audiences=[audience("vllm", "vllm-router", renumber_after=limit)])
     made, other = pod.chain(1, 6), pod.chain(2, 2)
     assert pod.stop() == 0
-    (pod.daemon.folder / "state" / "sequence-vllm").write_text(str(limit - 4))
+    state = pod.daemon.folder / "state"
+    (state / "next-sequence-vllm").unlink(missing_ok=True)
+    (state / "sequence-vllm").write_text(str(limit - 4))
     pod.start()
     early = start_vllm_router(pod.ends["vllm"])
     pod.store(made.blocks)

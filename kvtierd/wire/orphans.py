@@ -1,0 +1,74 @@
+"""Blocks whose parent a reader does not know, for routers that drop them: told again when the parent comes.
+
+Such a router (vllm-router, llm-d) forgets the store of a child at once, and that of the child's children.
+When the parent is stored at last, all of them are taken back and stored again, root first: to readers that
+knew them this says nothing, also where they count stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvtierd.wire.kvevents import EventHash
+from kvtierd.wire.projection import EVERY_RANK, Change, ReaderKey, parent_key
+
+Place = tuple[int, EventHash, int]
+"""A block wherever it is: dp rank, event hash, group."""
+
+
+class Orphans:
+    """Keeps the orphans among ``announced``, all residencies as the projection has them."""
+
+    def __init__(self, announced: Mapping[ReaderKey, Change]) -> None:
+        self._announced = announced
+        self._lost: set[ReaderKey] = set()
+        self._waiting: dict[Place, dict[ReaderKey, None]] = {}
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._lost)
+
+    def stored(self, change: Change) -> Iterator[Change]:
+        """Note a store that is in ``announced`` by now; yield what must be told again after it."""
+        if change.parent is not None:
+            parent = parent_key(self._announced, change)
+            if parent is None or parent in self._lost:
+                self._lose(change)
+                return
+        found = [change.key]
+        while found:
+            key = found.pop()
+            for child in self._waiting.pop((key.rank, key.hash, key.group), ()):
+                self._lost.discard(child)
+                again = self._announced[child]
+                yield again.undone()
+                yield again
+                found.append(child)
+
+    def removed(self, change: Change) -> None:
+        """Note that a store has been taken back."""
+        if change.key in self._lost:
+            self._lost.discard(change.key)
+            place = self._place(change)
+            siblings = self._waiting[place]
+            del siblings[change.key]
+            if not siblings:
+                del self._waiting[place]
+
+    def missing(self, change: Change) -> None:
+        """Note that a reader which just joined was told of a store and not of its parent."""
+        known = self._announced.get(change.key) or self._announced.get(change.key._replace(rank=EVERY_RANK))
+        if known is not None and known.key not in self._lost and known.parent is not None:
+            parent = parent_key(self._announced, known)
+            if parent is None or parent in self._lost:
+                self._lose(known)
+
+    def _lose(self, change: Change) -> None:
+        self._lost.add(change.key)
+        self._waiting.setdefault(self._place(change), {})[change.key] = None
+
+    @staticmethod
+    def _place(change: Change) -> Place:
+        parent = change.parent
+        assert parent is not None
+        return change.key.rank, parent, change.key.group

@@ -22,7 +22,7 @@ class Upkeep:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._retry_at = STUCK_RETRY
+        self._retry_at = 0.0
 
     def make_room(self, tier: SecondaryTier, size: int) -> bool:
         """Evict for ``size`` bytes and, in the same deletion, for what waits behind; whether it will fit."""
@@ -51,6 +51,8 @@ class Upkeep:
             size = tier.deletes.pop(outcome.id)
             tier.deleting -= size
             if outcome.status not in (Status.OK, Status.GONE):
+                if not tier.stuck:
+                    self._retry_at = self._stack.now + STUCK_RETRY
                 tier.stick(outcome.id, size)
                 tier.last_fault = outcome.reason or outcome.status.value
 

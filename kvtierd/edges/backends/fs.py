@@ -262,7 +262,7 @@ class FsBackend:
         try:
             with (
                 Folders(self.root, self._device) as folders,
-                SegmentFiles(folders) as files,
+                SegmentFiles(folders, reading=what == "read") as files,
             ):
                 if what == "write" and folders.inode != self._inode:
                     self._adopt_replaced(folders)

@@ -35,10 +35,14 @@ Place = tuple[Segment, int]
 
 
 class SegmentFiles:
-    """The segments that one call has open; closed at its end, like :class:`Folders`."""
+    """The segments that one call has open; closed at its end, like :class:`Folders`.
 
-    def __init__(self, folders: Folders) -> None:
+    ``reading``: the call can do without writing, so that a filesystem that turned read-only still serves.
+    """
+
+    def __init__(self, folders: Folders, *, reading: bool = False) -> None:
         self.folders = folders
+        self._reading = reading
         self._open: dict[int, File] = {}
 
     def __enter__(self) -> SegmentFiles:
@@ -65,7 +69,7 @@ class SegmentFiles:
         if file is None:
             new = not segment.exists
             folder = self.folders.packed(segment.namespace, create=new)
-            fd = os.open(segment.name, _FLAGS | (os.O_CREAT if new else 0), 0o660, dir_fd=folder)
+            fd = self._descriptor(segment.name, folder, new)
             file = self._open[segment.number] = File(fd)
             if not stat.S_ISREG((info := os.fstat(fd)).st_mode):
                 raise FormatError(Flaw.FOREIGN)
@@ -73,6 +77,14 @@ class SegmentFiles:
                 os.ftruncate(fd, segment.offset(segment.slots))
             segment.exists = True
         return file
+
+    def _descriptor(self, name: str, folder: int, new: bool) -> int:
+        try:
+            return os.open(name, _FLAGS | (os.O_CREAT if new else 0), 0o660, dir_fd=folder)
+        except OSError as error:
+            if not self._reading or error.errno != errno.EROFS:
+                raise
+        return os.open(name, fs_tree.READ, dir_fd=folder)
 
 
 class PackedStore:

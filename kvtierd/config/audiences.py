@@ -20,18 +20,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "topic": "",
         "form": "map",
         "shared_blocks": "each_rank",
-        "coalesce": "50ms",
         "reannounce_orphans": True,
         "renumber_after": 1 << 17,
+        "coalesce": "50ms",
     },
     "dynamo": {"topic": "", "form": "map", "shared_blocks": "each_rank"},
     "llm-d": {
         "topic": "kv@{pod_ip}:8000@{model}",
         "form": "map",
         "shared_blocks": "once",
-        "coalesce": "50ms",
         "reannounce_orphans": True,
         "renumber_after": 1 << 17,
+        "coalesce": "50ms",
     },
     "aibrix": {
         "topic": "",
@@ -40,6 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "removals": False,
         "one_block_per_event": True,
         "shared_blocks": "once",
+        "reannounce_orphans": True,
     },
     "vllm-0.26": {
         "topic": "",
@@ -119,9 +120,9 @@ class Audience(Section):
     one_block_per_event: bool = True
     medium_names: dict[Name, MediumName] = Field(default_factory=dict)
     shared_blocks: Literal["once", "each_rank"] = "once"
-    rank_ports: Ranks | None = None
     reannounce_orphans: bool = False
     max_events: Annotated[int, Field(ge=1, le=4096)] = 4096
+    rank_ports: Ranks | None = None
     max_bytes: Annotated[Size, Field(ge=64 << 10, le=16 << 20)] = 4 << 20
     coalesce: Duration | None = None
     renumber_after: Annotated[int, Field(ge=1 << 16, le=1 << 40)] | None = None

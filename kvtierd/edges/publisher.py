@@ -72,7 +72,8 @@ class Publisher:
         )
         self._orphans: Orphans | None = None
         if plan.view.reannounce:
-            self._projection.watcher = self._orphans = Orphans(self._projection.announced)
+            self._orphans = Orphans(self._projection.announced, removals=plan.view.removals)
+            self._projection.watcher = self._orphans
         missing = None if self._orphans is None else self._orphans.missing
         self._log = StreamLog(plan.limits, plan.view, missing=missing)
         self._log.begin(sequence.upcoming)

@@ -1,6 +1,7 @@
-"""Blocks whose parent a reader does not know, for routers that drop them: told again when the parent comes.
+"""Blocks whose parent a reader does not know, for routers that misplace them: told again when it comes.
 
-Such a router (vllm-router, llm-d) forgets the store of a child at once, and that of the child's children.
+Such a router forgets the store of a child at once, and that of the child's children (vllm-router, llm-d), or
+takes it for a root (AIBrix).
 When the parent is stored at last, all of them are taken back and stored again, root first: to readers that
 knew them this says nothing, also where they count stores.
 """
@@ -17,10 +18,15 @@ Place = tuple[int, EventHash, int]
 
 
 class Orphans:
-    """Keeps the orphans among ``announced``, all residencies as the projection has them."""
+    """Keeps the orphans among ``announced``, all residencies as the projection has them.
 
-    def __init__(self, announced: Mapping[ReaderKey, Change]) -> None:
+    ``removals``: whether readers hear that they are taken back; those that never hear of a removal only get
+    the second store.
+    """
+
+    def __init__(self, announced: Mapping[ReaderKey, Change], *, removals: bool = True) -> None:
         self._announced = announced
+        self._removals = removals
         self._lost: set[ReaderKey] = set()
         self._waiting: dict[Place, dict[ReaderKey, None]] = {}
 
@@ -41,7 +47,7 @@ class Orphans:
             for child in self._waiting.pop((key.rank, key.hash, key.group), ()):
                 self._lost.discard(child)
                 again = self._announced[child]
-                yield again.undone()
+                yield again.undone(told=self._removals)
                 yield again
                 found.append(child)
 

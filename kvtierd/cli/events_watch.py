@@ -50,7 +50,7 @@ def run_watch(args: argparse.Namespace) -> int:
         raise ConfigError(f"audience {label!r} connects to {audience['connect']}: nobody else can subscribe")
     replay = audience.get("replay")
     code = ExitCode.OK
-    with ReferenceConsumer() as consumer:
+    with ReferenceConsumer(renumbers=audience["renumber_after"] is not None) as consumer:
         consumer.connect(
             connectable(audience["bind"]), replay and connectable(replay), topic=audience["topic"]
         )

@@ -153,6 +153,7 @@ class EventHub:
                 **publisher.statistics(),
                 **outlet.statistics(),
             }
+                "renumber_after": publisher.plan.renumber_after,
         first: dict[str, Any] = next(iter(audiences.values()), {})
         refused = self._door.refused if self._door is not None else 0
         return {**first, "after_close": self._after_close, "curve_refused": refused, "audiences": audiences}

@@ -6,7 +6,9 @@ It keeps a set of residencies. The rules, all of them:
 2. Whoever joins late (the first number is not 0) asks for a replay from 0; whoever sees a gap asks from the
    number expected. Live messages wait until the replay's end marker.
 3. A replay that begins later than asked means that removals may be lost: forget everything and ask from 0.
-4. A store adds its hashes under (hash, group, medium, locality, dp rank), a removal takes them away, and one
+4. Where the audience lets numbers begin anew (``renumber_after``), a live number below the last live one
+   means that: forget everything and ask from 0. Elsewhere such a message is a repeat.
+5. A store adds its hashes under (hash, group, medium, locality, dp rank), a removal takes them away, and one
    never says anything about another medium. An absent group is group 0. Unknown removals are ignored.
 
 :meth:`ReferenceConsumer.feed` and the ``replay_*`` methods are pure; :meth:`~ReferenceConsumer.connect` adds
@@ -66,9 +68,14 @@ def residencies(entries: Iterable[InventoryEntry], *, hidden: frozenset[str] = f
 
 
 class ReferenceConsumer:
-    """Follows one stream. ``resident`` is the state, ``counts`` what was met on the way."""
+    """Follows one stream. ``resident`` is the state, ``counts`` what was met on the way.
 
-    def __init__(self) -> None:
+    ``renumbers``: whether the audience lets numbers begin anew.
+    """
+
+    def __init__(self, *, renumbers: bool = False) -> None:
+        self._renumbers = renumbers
+        self._live = -1
         self.resident: set[Residency] = set()
         self.expected: int | None = None
         """The number that must come next; ``None`` before the first message."""
@@ -86,6 +93,14 @@ class ReferenceConsumer:
 
     def feed(self, number: int, payload: bytes) -> int | None:
         """Take a live message; return where a replay must begin if one is needed now, else ``None``."""
+        if self._renumbers and number < self._live:
+            self.counts["new_starts"] += 1
+            self._waiting.clear()
+            self._forget()
+        self._live = number
+        return self._take(number, payload)
+
+    def _take(self, number: int, payload: bytes) -> int | None:
         if self.wanted is not None:
             self._wait(number, payload)
         elif number == (self.expected or 0):
@@ -118,7 +133,7 @@ class ReferenceConsumer:
         if self.expected is None and waiting:
             self.expected = waiting[0][0]  # nothing to replay: the stream begins here
         for number, payload in waiting:
-            self.feed(number, payload)
+            self._take(number, payload)
         return self.wanted
 
     def _wait(self, number: int, payload: bytes) -> None:
@@ -184,8 +199,9 @@ class ReferenceConsumer:
             if len(frames) != 3 or len(frames[1]) != len(END):
                 self.counts["malformed"] += 1
                 continue
-            asked = self.wanted
-            self._ask(self.feed(int.from_bytes(frames[1], "big"), frames[2]), running=asked is not None)
+            asked, starts = self.wanted, self.counts["new_starts"]
+            start = self.feed(int.from_bytes(frames[1], "big"), frames[2])
+            self._ask(start, running=asked is not None and starts == self.counts["new_starts"])
         if self._dealer is not None and time.monotonic() - self._heard_at > REPLAY_TIMEOUT:
             self.counts["replay_timeouts"] += 1
             self._ask(self.wanted)

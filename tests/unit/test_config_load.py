@@ -276,3 +276,37 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of(load):
     ]
     (warning,) = load(GOOD.replace("2GiB", "unlimited")).warnings
     assert "only the filesystem's size bounds it" in warning
+
+
+OUTSIDE = (
+    GOOD
+    + """\
+events:
+  model: org/m
+  audiences:
+    - name: routers
+      bind: tcp://*:5557
+      tokens: false
+      topic: "kv@{pod_ip}@{model}"
+"""
+)
+
+
+def test_an_address_that_anybody_can_reach_is_warned_of_unless_keys_guard_it(load):
+    """L125."""
+    (warning,) = load(OUTSIDE, POD_IP="10.0.0.1").warnings
+    assert "'routers'" in warning
+    assert "tcp://*:5557" in warning
+    assert "do not carry" in warning
+    keys = OUTSIDE + "      curve: { secret_key_file: /etc/kvtierd/key }\n"
+    assert load(keys, POD_IP="10.0.0.1").warnings == ()
+
+
+def test_a_topic_that_the_environment_cannot_fill_is_refused_with_its_line(errors):
+    assert errors(OUTSIDE) == [
+        "tiers.yaml:15: events.audiences.0.topic: {pod_ip} needs the variable POD_IP, which is not set"
+    ]
+    assert errors(OUTSIDE.replace("  model: org/m\n", ""), POD_IP="1") == [
+        "tiers.yaml:14: events.audiences.0.topic: {model} needs events.model: what routers call the served"
+        " model"
+    ]

@@ -429,6 +429,8 @@ def test_numbers_that_begin_anew_keep_replays_from_0_short_and_such_readers_righ
         (tmp_path / "sequence-a0").write_text(str((1 << 16) - 50))
         async with serving(tmp_path, {"renumber_after": 1 << 16}, ring_batches=10) as hub:
             reader, context = SequenceChecker(hub), zmq.Context()
+            follower = ReferenceConsumer(renumbers=True)
+            follower.connect(of(hub)["bind"], of(hub)["replay"])
             sub = context.socket(zmq.SUB)
             sub.setsockopt(zmq.SUBSCRIBE, b"")
             sub.connect(of(hub)["bind"])
@@ -439,6 +441,7 @@ def test_numbers_that_begin_anew_keep_replays_from_0_short_and_such_readers_righ
                 there = there - {number - 2500} | {number}
                 number += 1
                 await asyncio.sleep(0.001)
+                follower.poll()
                 while sub.poll(0):
                     frames = sub.recv_multipart()
                     await reader.feed(int.from_bytes(frames[1], "big"), frames[2])
@@ -446,11 +449,15 @@ def test_numbers_that_begin_anew_keep_replays_from_0_short_and_such_readers_righ
             while sub.poll(0):
                 frames = sub.recv_multipart()
                 await reader.feed(int.from_bytes(frames[1], "big"), frames[2])
+            await until(lambda: (follower.poll(), follower.expected == reader.last + 1)[1])
             assert of(hub)["renumbered"] == 1
             assert reader.resets == 1
             assert {entry.hash - H for entry in reader.consumer.resident} == there
             assert len(await replayed(of(hub)["replay"])) < 100
             context.destroy(linger=0)
+            assert follower.resident == reader.consumer.resident
+            assert follower.counts["new_starts"] == 1
+            follower.close()
 
     run(main)
 

@@ -149,11 +149,11 @@ class EventHub:
                 **outlet.endpoints,
                 "topic": outlet.plan.topic,
                 "curve": outlet.plan.curve is not None,
+                "renumber_after": publisher.plan.renumber_after,
                 **self._shown(publisher.plan.view),
                 **publisher.statistics(),
                 **outlet.statistics(),
             }
-                "renumber_after": publisher.plan.renumber_after,
         first: dict[str, Any] = next(iter(audiences.values()), {})
         refused = self._door.refused if self._door is not None else 0
         return {**first, "after_close": self._after_close, "curve_refused": refused, "audiences": audiences}

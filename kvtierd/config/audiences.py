@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, Strict, StringConstraints, model_val
 
 from kvtierd.config.endpoints import offset, parse_endpoint
 from kvtierd.config.fields import AbsolutePath, Duration, Name, Problem, Section, Size
+from kvtierd.config.relay import Relay
 
 PLACEHOLDERS = {"pod_name": "POD_NAME", "pod_ip": "POD_IP", "namespace": "POD_NAMESPACE"}
 """Of topics: what stands for which variable, set from Kubernetes' downward API."""
@@ -163,7 +164,8 @@ class Audience(Section):
 class Events(Section):
     """The event stream. The replay ring of a stream holds at most ``ring_batches`` and ``ring_bytes``.
 
-    ``model``: what routers call the served model, for topics with ``{model}``.
+    ``model``: what routers call the served model, for topics with ``{model}``. ``relay``: engines whose own
+    events join the stream.
     """
 
     enabled: bool = True
@@ -174,6 +176,7 @@ class Events(Section):
     ring_batches: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
     ring_bytes: Size = 64 << 20
     heartbeat: Duration = 5.0
+    relay: Annotated[tuple[Relay, ...], Strict(False), Field(max_length=1024)] = ()
 
 
 def render_topic(audience: Audience, model: str | None, environ: Mapping[str, str], rank: int = 0) -> str:

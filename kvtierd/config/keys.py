@@ -9,6 +9,7 @@ from kvtierd.config import schema
 from kvtierd.config.audiences import Audience, Curve, Events
 from kvtierd.config.document import KeyPath
 from kvtierd.config.fields import Section
+from kvtierd.config.relay import Relay
 
 _TIERS: dict[str, type[Section]] = {
     "cpu": schema.CpuTier,
@@ -24,6 +25,7 @@ _SECTIONS: dict[tuple[str, ...], tuple[type[Section], ...]] = {
     ("events",): (Events,),
     ("events", "audiences", "*"): (Audience,),
     ("events", "audiences", "*", "curve"): (Curve,),
+    ("events", "relay", "*"): (Relay,),
     ("admin",): (schema.Admin,),
     ("engine",): (schema.Engine,),
 }

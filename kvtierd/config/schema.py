@@ -34,6 +34,7 @@ from kvtierd.config.object_store import (
     setting_problems,
     split_url,
 )
+from kvtierd.config.relay import relay_problems
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Locality
 
@@ -330,6 +331,10 @@ def _endpoint_problems(tier_file: TierFile) -> Iterator[Problem]:
     for index, audience in enumerate(tier_file.events.audiences):
         path = ("events", "audiences", index)
         bound += [((*path, key), parse_endpoint(where)) for key, where in audience.bound()]
+    yield from relay_problems(tier_file.events.relay, [endpoint for _, endpoint in bound])
+    for index, relay in enumerate(tier_file.events.relay):
+        if relay.bind is not None:
+            bound.append((("events", "relay", index, "bind"), parse_endpoint(relay.bind)))
     if tier_file.admin.listen is not None:
         bound.append((("admin", "listen"), parse_listen(tier_file.admin.listen)))
     for (first, one), (second, other) in combinations(bound, 2):

@@ -22,8 +22,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "form": "map",
         "shared_blocks": "each_rank",
         "reannounce_orphans": True,
-        "renumber_after": 1 << 17,
         "coalesce": "50ms",
+        "renumber_after": 1 << 17,
     },
     "dynamo": {"topic": "", "form": "map", "shared_blocks": "each_rank"},
     "llm-d": {
@@ -31,8 +31,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "form": "map",
         "shared_blocks": "once",
         "reannounce_orphans": True,
-        "renumber_after": 1 << 17,
         "coalesce": "50ms",
+        "renumber_after": 1 << 17,
     },
     "aibrix": {
         "topic": "",
@@ -40,8 +40,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "media": ["GPU", "CPU"],
         "removals": False,
         "one_block_per_event": True,
-        "shared_blocks": "once",
         "reannounce_orphans": True,
+        "shared_blocks": "once",
     },
     "vllm-0.26": {
         "topic": "",
@@ -122,8 +122,8 @@ class Audience(Section):
     medium_names: dict[Name, MediumName] = Field(default_factory=dict)
     shared_blocks: Literal["once", "each_rank"] = "once"
     reannounce_orphans: bool = False
-    max_events: Annotated[int, Field(ge=1, le=4096)] = 4096
     rank_ports: Ranks | None = None
+    max_events: Annotated[int, Field(ge=1, le=4096)] = 4096
     max_bytes: Annotated[Size, Field(ge=64 << 10, le=16 << 20)] = 4 << 20
     coalesce: Duration | None = None
     renumber_after: Annotated[int, Field(ge=1 << 16, le=1 << 40)] | None = None

@@ -214,7 +214,7 @@ StorageTier = FsTier | ObjectTier | PluginTier
 
 
 class Admin(Section):
-    """The read-only HTTP listener (health, metrics); ``null`` turns it off."""
+    """The read-only HTTP listener (probes, status); ``null`` turns it off."""
 
     listen: ListenField | None = "127.0.0.1:9557"
 

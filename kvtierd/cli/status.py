@@ -1,7 +1,7 @@
 """``kvtierd status``: asks a running daemon over its socket. Imports the client, never the daemon.
 
-The report is a tree whose keys may grow; what is not known here is printed as it is, what is missing is left
-out.
+What people need at a glance fits a terminal of 80 columns; every figure is in ``--json``. The report is a
+tree whose keys may grow; what is missing is left out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from kvtierd.cli.common import add_socket, control_socket, table, text
 from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ExitCode, Unavailable
 
-_ONLY_IN_JSON = ("counters", "movers", "extent_bytes", "deleting_bytes")
-_FULL_BY = (("bytes", "max_bytes"), ("used_bytes", "max_bytes"), ("bytes", "capacity_bytes"))
+_WORK = (
+    ("jobs", "stores under way"),
+    ("leases", "leases"),
+    ("loads_waiting", "loads waiting"),
+    ("promotions_unread", "promotions unread"),
+    ("quarantined_slots", "slots in quarantine"),
+    ("operations", "tier operations"),
+)
+_TROUBLE = ("dropped", "orphans", "replays_abandoned", "replays_refused", "replay_malformed", "curve_refused")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -54,68 +61,130 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a report for people: plain values, then sections and tables."""
-    plain = {key: value for key, value in report.items() if not isinstance(value, (Mapping, list, tuple))}
-    if plain:
-        yield "  ".join(f"{text(key)} {_value(key, value)}" for key, value in plain.items())
-    for key in [key for key in report if key not in plain and key not in _ONLY_IN_JSON]:
-        rows = _rows(report[key])
-        if rows is None:
-            yield f"{text(key)}:"
-            yield from (f"  {name}: {value}" for name, value in _facts(report[key]))
-        elif rows:
-            yield f"{text(key)}:"
-            yield from (f"  {line}" for line in table(rows))
-        else:
-            yield f"{text(key)}: none"
+    """Yield the lines of a report for people."""
+    yield "kvtierd " + "  ".join(_heading(report))
+    for section in (_pool, _tiers, _layouts, _sessions, _work, _events):
+        yield from section(report)
 
 
-def _rows(section: Any) -> list[dict[str, str]] | None:
-    """Return a list, or a mapping of names to mappings without plain values, as rows of a table."""
-    if isinstance(section, Mapping):
-        children = list(section.values())
-        if not children or not all(isinstance(child, Mapping) and len(child) > 1 for child in children):
-            return None
-        if any("state" in child and "name" not in child for child in children):
-            return None
-        entries: list[Any] = [{"name": key, **child} for key, child in section.items()]
-    else:
-        entries = list(section)
-    return [_row(entry) if isinstance(entry, Mapping) else {"": text(entry)} for entry in entries]
+def _heading(report: Mapping[str, Any]) -> Iterator[str]:
+    yield text(report.get("version", "?"))
+    yield text(report.get("state", "?"))
+    if isinstance(seconds := report.get("uptime_seconds"), int | float):
+        yield f"up {_span(int(seconds))}"
+    if "pid" in report:
+        yield f"pid {text(report['pid'])}"
 
 
-def _row(entry: Mapping[str, Any]) -> dict[str, str]:
-    row = dict(_facts(entry))
-    for used, limit in _FULL_BY:
-        top = entry.get(limit)
-        if isinstance(entry.get(used), int) and isinstance(top, int) and top > 0:
-            row["full"] = f"{100 * entry[used] / top:.1f}%"
-            break
-    return row
+def _pool(report: Mapping[str, Any]) -> Iterator[str]:
+    pool = _mapping(report.get("pool"))
+    if not pool:
+        return
+    size, ready = pool.get("bytes"), pool.get("prefaulted_bytes")
+    line = f"pool  {_size(size)}"
+    if ready != size:
+        line += f", {_size(ready)} ready"
+    yield line
+    for name, made in pool.items():
+        if isinstance(made, Mapping) and "state" in made:
+            reason = f" ({text(made['reason'])})" if made.get("reason") else ""
+            yield f"  {text(name)}: {text(made['state'])}{reason}"
 
 
-def _facts(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, value) of everything in a section that is for people, in its order."""
-    for key, value in section.items():
-        if key in _ONLY_IN_JSON:
-            continue
-        name = f"{prefix}{text(key)}"
-        if isinstance(value, Mapping) and "state" in value and set(value) <= {"state", "reason"}:
-            reason = value.get("reason")
-            yield name, text(value["state"]) + (f" ({text(reason)})" if reason else "")
-        elif isinstance(value, Mapping):
-            yield from _facts(value, f"{name}.")
-        elif isinstance(value, (list, tuple)):
-            yield name, ", ".join(text(item) for item in value) or "none"
-        else:
-            yield name, _value(key, value)
+def _tiers(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = []
+    troubles = []
+    for tier in _mappings(report.get("tiers")):
+        used, limit = tier.get("used_bytes"), tier.get("capacity_bytes")
+        full = f"{100 * used / limit:.0f}%" if isinstance(used, int) and limit else "-"
+        condition = "indexing" if tier.get("scanning") else text(tier.get("condition", "ok"))
+        row = {"tier": text(tier.get("name")), "used": _size(used), "of": _size(limit), "full": full}
+        for column in ("blocks", "stored", "removed", "loads"):
+            row[column] = text(tier.get(column, "-"))
+        rows.append({**row, "condition": condition})
+        if why := tier.get("reason") or (tier.get("last_fault") if condition != "ok" else ""):
+            troubles.append(f"  {text(tier.get('name'))}: {text(why)}")
+    yield from _section("tiers", rows)
+    yield from troubles
 
 
-def _value(key: object, value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "-"}[value]
-    if isinstance(value, int) and str(key).endswith("bytes"):
-        from kvtierd.config.units import human_size
+def _layouts(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = [
+        {
+            "layout": text(layout.get("namespace"))[:8],
+            "model": text(layout.get("model")),
+            "slot": _size(layout.get("slot_bytes")),
+            "slots": text(layout.get("slots")),
+            "free": text(layout.get("free_slots")),
+            "sessions": text(layout.get("attached_sessions")),
+        }
+        for layout in _mappings(report.get("layouts"))
+    ]
+    yield from _section("layouts", rows)
 
-        return human_size(value)
-    return f"{value:.3f}" if isinstance(value, float) else text(value)
+
+def _sessions(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = [
+        {
+            "engine": text(session.get("engine_id")),
+            "role": text(session.get("role")),
+            "rank": text(session.get("rank")),
+            "dp": text(session.get("dp_rank")),
+            "layout": text(session.get("namespace"))[:8],
+        }
+        for session in _mappings(report.get("sessions"))
+    ]
+    yield from _section("sessions", rows) if rows else ["sessions  none"]
+
+
+def _work(report: Mapping[str, Any]) -> Iterator[str]:
+    busy = [f"{report[key]} {words}" for key, words in _WORK if report.get(key)]
+    yield f"work  {', '.join(busy) or 'nothing under way'}"
+
+
+def _events(report: Mapping[str, Any]) -> Iterator[str]:
+    events = _mapping(report.get("events"))
+    audiences = _mapping(events.get("audiences")) or ({"events": events} if events else {})
+    for name, audience in audiences.items():
+        audience = _mapping(audience)
+        where = text(audience.get("bind") or audience.get("connect") or "?")
+        line = f"events  {text(name)}: {where}, batch {text(audience.get('sequence', '-'))}"
+        line += f", {text(audience.get('announced', '-'))} residencies announced"
+        yield line
+        trouble = [f"{audience[key]} {key}" for key in _TROUBLE if audience.get(key)]
+        if audience.get("sequence_degraded"):
+            trouble.append(text(audience["sequence_degraded"]))
+        if trouble:
+            yield f"  {', '.join(trouble)}"
+
+
+def _section(title: str, rows: list[dict[str, str]]) -> Iterator[str]:
+    if rows:
+        yield title
+        yield from (f"  {line}" for line in table(rows))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def _size(value: Any) -> str:
+    from kvtierd.config.units import human_size
+
+    if value is None:
+        return "unlimited"
+    return human_size(value) if isinstance(value, int) else text(value)
+
+
+def _span(seconds: int) -> str:
+    days, rest = divmod(seconds, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, seconds = divmod(rest, 60)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (seconds, "s")]
+    while len(parts) > 1 and not parts[0][0]:
+        parts.pop(0)
+    return " ".join(f"{value}{unit}" for value, unit in parts[:2])

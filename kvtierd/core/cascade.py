@@ -56,11 +56,16 @@ class Cascade:
 
     def demote(self, space: PoolSpace) -> None:
         """Keep some slots free for a tier that is written on eviction: write the next victims, then evict."""
-        spare = max(1, space.arena.slots // SPARE_SLOTS)
-        if not self._demoting or space.arena.free_slots >= spare or space.arena.can_grow():
+        if not self._demoting:
             return
+        missing = max(1, space.arena.slots // SPARE_SLOTS) - space.arena.free_slots
+        if missing <= 0 or space.arena.can_grow():
+            return
+        wished = min(missing, WRITE_BATCH)
+        if self._fewest_leaving(space) >= wished:
+            return  # they are on their way; a slow tier costs the turns nothing
         victims: list[Node] = []
-        while len(victims) < spare and (victim := space.blocks.victim()) is not None:
+        while len(victims) < wished and (victim := space.blocks.victim()) is not None:
             space.blocks.pin(victim)  # so that the next one is another
             victims.append(victim)
         for victim in victims:
@@ -69,6 +74,9 @@ class Cascade:
         for tier in self._demoting:
             self.pump(tier)
 
+    def _fewest_leaving(self, space: PoolSpace) -> int:
+        return min(len(tier.leaving.get(space.namespace, ())) for tier in self._demoting)
+
     def _demote(self, victim: Node) -> None:
         block_id = victim.block.id
         absent = [tier for tier in self._demoting if tier.resident(block_id) is None]
@@ -76,8 +84,10 @@ class Cascade:
             self._stack.primary.counters["evictions"] += 1
             self._stack.primary.forget(victim)
         for tier in absent:
-            tier.leaving.add(block_id)
-            tier.wanted.setdefault(block_id)
+            leaving = tier.leaving.setdefault(block_id.namespace, set())
+            if len(leaving) < WRITE_BATCH:
+                leaving.add(block_id)
+                tier.wanted.setdefault(block_id)
 
     def pump(self, tier: SecondaryTier) -> None:
         """Start one write of what is wanted, as far as budget and room allow; make room where it is short.
@@ -101,8 +111,7 @@ class Cascade:
             if source is not None and source.state is State.LOADING:
                 continue  # its turn comes when the promotion ended
             if source is None or source.state is not State.RESIDENT or tier.resident(block_id) is not None:
-                del tier.wanted[block_id]
-                tier.leaving.discard(block_id)
+                tier.unwant(block_id)
                 tier.counters["cascade_dropped_evicted"] += source is None
             elif not tier.busy(block_id) and not self._admit(tier, source, batch):
                 return False
@@ -121,7 +130,7 @@ class Cascade:
             tier.blocks.remove(node)
             if room_comes:
                 return False
-            del tier.wanted[source.block.id]
+            tier.unwant(source.block.id)
             tier.counters["cascade_dropped_no_room"] += 1
             return True
         del tier.wanted[source.block.id]
@@ -159,8 +168,7 @@ class Cascade:
 
     def _left(self, tier: SecondaryTier, source: Node) -> None:
         """Evict a block from the pool that was written for that reason, if it may still go."""
-        if source.block.id in tier.leaving:
-            tier.leaving.discard(source.block.id)
+        if tier.left(source.block.id):
             space = self._stack.primary.space_of(source)
             if tier.resident(source.block.id) is not None and space.blocks.evictable(source):
                 self._stack.primary.counters["evictions"] += 1
@@ -194,6 +202,7 @@ class Cascade:
         node.size = outcome.stored_bytes
         if doomed:  # evicted while it was on its way: never announced, only deleted
             tier.blocks.remove(node)
+            tier.asked.pop(block_id, None)
             tier.deletes[block_id] = node.size
             tier.deleting += node.size
             self._stack.start_delete(tier, [block_id])

@@ -88,17 +88,37 @@ def _check_secondary(ladder: Ladder, tier: SecondaryTier) -> None:
     _require(stuck == tier.stuck_bytes, f"{tier.name}: {stuck} bytes undeletable, {tier.stuck_bytes} counted")
     if tier.spec.ttl is not None:
         there = {node.block.id for node in tier.blocks if node.state is State.RESIDENT}
-        _require(there == set(tier.ages), f"{tier.name}: ages are kept for other blocks than the resident")
+        known = [*tier.ages, *tier.overdue]
+        _require(
+            len(known) == len(there) and there == set(known),
+            f"{tier.name}: ages are kept for other blocks than the resident",
+        )
     deleting = sum(tier.deletes.values())
     _require(deleting == tier.deleting, f"{tier.name}: {deleting} bytes deleting, {tier.deleting} counted")
     capacity = tier.spec.capacity
     if capacity is not None and not tier.scanning:
-        _require(tier.used + tier.writing <= capacity, f"{tier.name}: over its capacity of {capacity}")
+        pinned = any(node.pins for node in tier.blocks)  # what is being read is trimmed afterwards
+        _require(
+            pinned or tier.used + tier.writing <= capacity, f"{tier.name}: over its capacity of {capacity}"
+        )
+    _check_queues(ladder, tier)
     for block_id in tier.deletes:
         _require(tier.blocks.get(block_id) is None, f"{tier.name}: a block is there while it is deleted")
     for block_id in tier.doomed:
         node = tier.blocks.get(block_id)
         _require(node is not None and node.state is State.WRITING, f"{tier.name}: doomed without a write")
+
+
+def _check_queues(ladder: Ladder, tier: SecondaryTier) -> None:
+    """Nothing is kept about blocks that nothing is under way for."""
+    operations = [op for op in ladder.stack.operations.values() if op.tier is tier]
+    writing = {node.block.id for op in operations if op.kind == "write" for node in op.nodes}
+    for leaving in tier.leaving.values():
+        _require(leaving <= {*tier.wanted, *writing}, f"{tier.name}: blocks leave the pool without a write")
+    for block_id in tier.stuck:
+        _require(tier.resident(block_id) is None, f"{tier.name}: a block is there that is to be deleted")
+    ops = set(tier.asked.values())
+    _require(ops <= set(ladder.stack.operations), f"{tier.name}: blocks are asked for by no probe")
 
 
 def _expected_pins(ladder: Ladder) -> Counter[int]:

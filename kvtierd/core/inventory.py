@@ -52,14 +52,6 @@ class Pages:
         self._stack = stack
         self._snapshots: dict[int, list[InventoryEntry]] = {}
 
-    def sets(self, namespace: str) -> Iterator[ResidentSet]:
-        """Iterate over the resident sets that a namespace's blocks may be in, primary first."""
-        space = self._stack.primary.spaces.get(namespace)
-        if space is not None:
-            yield space.blocks
-        for tier in self._stack.secondaries:
-            yield tier.blocks
-
     def page(self, session: Session, request: Inventory) -> None:
         """Answer one page; cursor 0 takes a new snapshot."""
         if request.cursor == 0 or session.number not in self._snapshots:

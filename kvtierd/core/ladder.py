@@ -6,7 +6,8 @@ ladder owns all state of the tiers; edges see slots and blocks, never the ledger
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvtierd.core import inventory, statistics, stimuli
@@ -27,6 +28,9 @@ from kvtierd.core.tier import PoolSpace, SecondaryTier, TierSpec
 from kvtierd.core.upkeep import Upkeep
 
 Handler = Callable[[Session, Any], None]
+
+EXTRA_KEYS_DEPTH = 8
+"""Levels of containers in a block's ``extra_keys``; vLLM's have three."""
 
 SCHEDULER_ONLY = (
     stimuli.PrepareStore,
@@ -231,12 +235,14 @@ class Ladder:
 
     def _touch(self, session: Session, request: stimuli.Touch) -> None:
         count = 0
+        blocks = self.stack.primary.spaces[session.namespace].blocks
         for block_id in block_ids(session.namespace, reversed(request.keys)):
-            for blocks in self.inventory.sets(session.namespace):
-                node = blocks.nodes.get(block_id)
-                if node is not None:
-                    blocks.touch(node)
-                    count += 1
+            node = blocks.nodes.get(block_id)
+            if node is not None:
+                blocks.touch(node)
+                count += 1
+            for tier in self.stack.secondaries:
+                count += tier.touch(block_id, self.stack.now)
         self.stack.answer(session.number, Done(id=request.id, count=count))
 
     def _evict(self, session: Session, request: stimuli.Evict) -> None:
@@ -261,8 +267,6 @@ class Ladder:
         others = self.sessions.of_engine(session.engine)
         if all(other.process != session.process for other in others):
             self.custody.process_gone(session.process, [session.engine])
-        else:
-            self.custody.acknowledged(session.engine, session.process, self.sessions.fence)
         self.stack.answer(session.number, Done(id=request.id))
 
     # -- ends ---------------------------------------------------------------------------------------
@@ -314,6 +318,7 @@ class Ladder:
             self.loads.read(operation, outcomes)
         else:
             self.upkeep.deleted(operation, outcomes)
+        self._trim(operation.tier)
         self.cascade.pump(operation.tier)
 
     def _stalled(self, op: int) -> None:
@@ -340,7 +345,8 @@ class Ladder:
             self.cascade.pump(tier)
 
     def _trim(self, tier: SecondaryTier) -> None:
-        if tier.spec.capacity is not None:
+        """Evict what could not be evicted when the tier went over its capacity."""
+        if tier.spec.capacity is not None and not tier.scanning:
             self.upkeep.trim(tier, tier.spec.capacity - tier.writing - tier.stuck_bytes)
 
     def _stop(self) -> None:
@@ -356,5 +362,21 @@ def _check_meta(request: stimuli.PrepareStore) -> None:
     if request.meta and len(request.meta) != len(request.keys):
         raise Refusal(ErrorCode.BAD_REQUEST, f"{len(request.meta)} meta for {len(request.keys)} keys")
     for meta in request.meta:
-        if meta is not None and meta.parent in meta.hashes:
+        if meta is None:
+            continue
+        if meta.parent in meta.hashes:
             raise Refusal(ErrorCode.BAD_REQUEST, f"block {meta.hashes[0]!r} names itself as its parent")
+        if meta.extra_keys is not None and _nested_deeper(meta.extra_keys, EXTRA_KEYS_DEPTH):
+            message = f"extra_keys are nested deeper than {EXTRA_KEYS_DEPTH} levels"
+            raise Refusal(ErrorCode.BAD_REQUEST, message)
+
+
+def _nested_deeper(value: object, levels: int) -> bool:
+    """Whether containers are nested deeper: what can just be decoded cannot always be encoded again."""
+    if isinstance(value, dict):
+        items: Iterable[object] = itertools.chain(value, value.values())
+    elif isinstance(value, list | tuple):
+        items = value
+    else:
+        return False
+    return not levels or any(_nested_deeper(item, levels - 1) for item in items)

@@ -15,7 +15,7 @@ from kvtierd.core.residency import Node, State
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Lease, Session, Sessions
 from kvtierd.core.stack import Operation, Stack
-from kvtierd.core.stimuli import Load, Lookup, Outcome, Prefetch, Release
+from kvtierd.core.stimuli import Load, Lookup, Outcome, Prefetch, Release, Role
 from kvtierd.core.tier import PoolSpace
 
 MISS, HIT, COLD, PENDING = KeyState
@@ -262,7 +262,7 @@ class Loads:
         if lease is not None and lease.session == session.number:
             del self._sessions.leases[lease.number]
             self._unpin(lease.nodes)
-        else:
+        elif session.role is Role.SCHEDULER:
             self._custody.resolve(request.lease, session.engine)
         self._stack.answer(session.number, Done(id=request.id))
 

@@ -7,7 +7,7 @@ for a look at the storage: a lookup that may promote says PENDING while one is u
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import Probe
 from kvtierd.core.model import BlockId
@@ -30,7 +30,6 @@ class Probing:
         self._absent: dict[str, OrderedDict[BlockId, float]] = {
             tier.name: OrderedDict() for tier in self._tiers
         }
-        self._asked: dict[str, set[BlockId]] = {tier.name: set() for tier in self._tiers}
         self._batch: dict[str, list[BlockId]] = {tier.name: [] for tier in self._tiers}
         self._ops: dict[int, tuple[BlockId, ...]] = {}
 
@@ -41,17 +40,18 @@ class Probing:
         """Whether some shared tier is being asked for the block (now or already); :meth:`flush` sends it."""
         asked = False
         for tier in self._tiers:
-            known = self._asked[tier.name]
-            if block_id in known:
+            if block_id in tier.asked:
                 asked = True
-            elif self._worth_asking(tier, block_id) and len(known) < IN_FLIGHT_LIMIT:
-                known.add(block_id)
+            elif self._worth_asking(tier, block_id) and len(tier.asked) < IN_FLIGHT_LIMIT:
+                tier.asked[block_id] = 0
                 self._batch[tier.name].append(block_id)
                 asked = True
         return asked
 
     def _worth_asking(self, tier: SecondaryTier, block_id: BlockId) -> bool:
         if tier.scanning or tier.busy(block_id) or not tier.gate.may_read(self._stack.now):
+            return False
+        if block_id in tier.stuck:  # it is there, and was to be deleted
             return False
         absent_until = self._absent[tier.name].get(block_id)
         return absent_until is None or absent_until <= self._stack.now
@@ -63,17 +63,19 @@ class Probing:
                 self._batch[tier.name] = []
                 op = self._stack.begin(Operation("probe", tier))
                 self._ops[op] = batch
+                tier.asked.update(dict.fromkeys(batch, op))
                 self._stack.effects.append(Probe(op, tier.name, batch))
                 tier.gate.reads.started()
 
     def probed(self, op: int, tier: SecondaryTier, found: Sequence[FoundBlock], *, failed: bool) -> None:
         """Take a probe's result: index and announce what is there, remember what is not."""
-        ids = self._ops.pop(op, ())
-        self._asked[tier.name].difference_update(ids)
+        asked = self._ops.pop(op, ())
+        ids = self._forget(op, asked, tier)
         tier.gate.reads.ended(self._stack.now, "the tier does not answer probes" if failed else None)
-        tier.counters["probed"] += len(ids)
+        tier.counters["probed"] += len(asked)
         for item in found:
-            if tier.blocks.get(item.block.id) is None and item.block.id not in tier.deletes:
+            block_id = item.block.id
+            if block_id in ids and tier.blocks.get(block_id) is None and block_id not in tier.stuck:
                 node = Node(item.block, State.RESIDENT, size=item.stored_bytes)
                 tier.blocks.add(node)
                 tier.insert(node, self._stack.now)
@@ -82,10 +84,18 @@ class Probing:
             self._remember(tier, ids, {item.block.id for item in found})
 
     def give_up(self, op: int, tier: SecondaryTier) -> None:
-        """Stop waiting for a stalled probe; what it says later still counts."""
-        self._asked[tier.name].difference_update(self._ops.get(op, ()))
+        """Stop waiting for a stalled probe; what it says later is too old to count."""
+        self._forget(op, self._ops.get(op, ()), tier)
 
-    def _remember(self, tier: SecondaryTier, ids: Sequence[BlockId], present: set[BlockId]) -> None:
+    @staticmethod
+    def _forget(op: int, asked: Sequence[BlockId], tier: SecondaryTier) -> dict[BlockId, None]:
+        """Take the probe's blocks out of ``asked``; return those that did not leave the tier meanwhile."""
+        ids = {block_id: None for block_id in asked if tier.asked.get(block_id) == op}
+        for block_id in ids:
+            del tier.asked[block_id]
+        return ids
+
+    def _remember(self, tier: SecondaryTier, ids: Iterable[BlockId], present: set[BlockId]) -> None:
         absent = self._absent[tier.name]
         for block_id in ids:
             if block_id not in present:

@@ -50,7 +50,7 @@ class Promotion:
 
     def full(self, space: PoolSpace) -> bool:
         """Whether the layout's promotion budget is used up."""
-        return space.promoting >= max(1, int(space.most_slots * SHARE))
+        return space.promoting >= max(1, int(space.most_slots() * SHARE))
 
     def start(self, space: PoolSpace, block_id: BlockId, tier: SecondaryTier) -> Node | None:
         """Reserve a slot and note the read; ``None`` when the pool has no room. :meth:`flush` sends it."""
@@ -137,10 +137,15 @@ class Promotion:
         lost = outcome.status in (Status.CORRUPT, Status.GONE)
         if outcome.status is not Status.OK:
             tier.last_fault = outcome.reason or outcome.status.value
-        if below.gone:  # evicted meanwhile: its deletion waited for this read
-            self._stack.start_delete(tier, [below.block.id], corrupt=outcome.status is Status.CORRUPT)
+        if below.gone:  # evicted meanwhile: its deletion waits for the last of its reads
+            if not below.pins:
+                self._stack.start_delete(tier, [below.block.id], corrupt=outcome.status is Status.CORRUPT)
         elif outcome.status is Status.CORRUPT:
             corrupt.append(below)
+        elif lost and below.pins:
+            self._stack.retire(
+                tier, below
+            )  # another read of it is under way: nothing may be written there yet
         elif lost:
             tier.forget(below)
         else:

@@ -264,13 +264,14 @@ class ResidentSet:
         if node.link not in self._children:
             return False
         seen: set[Link] = set()
-        link = node.parent
-        while link is not None and link not in seen:
+        links = [node.parent]
+        while links:
+            link = links.pop()
             if link == node.link:
                 return True
-            seen.add(link)
-            owners = self._owners_of(link)
-            link = owners[0].parent if owners else None
+            if link is not None and link not in seen:
+                seen.add(link)
+                links += [owner.parent for owner in self._owners_of(link)]
         return False
 
 

@@ -70,12 +70,19 @@ class Arena:
         self.slot_units = slot_units
         self.extents: list[Extent] = []
         self._free: list[int] = []
+        self._changed = False
+        """Whether an extent may have become wholly free since the last look."""
         self.slots = 0
 
     @property
     def free_slots(self) -> int:
         """Slots that hold nothing."""
         return len(self._free)
+
+    @property
+    def free_units(self) -> int:
+        """Units of the pool that no arena holds."""
+        return self._map.free_units
 
     def grow(self) -> bool:
         """Take one more extent from the pool; ``False`` when no run of one slot is left."""
@@ -84,6 +91,7 @@ class Arena:
         if extent is None:
             return False
         self.extents.append(extent)
+        self._changed = True
         self.slots += extent.units // self.slot_units
         # Reversed, so that slots are handed out from the low end.
         self._free.extend(
@@ -104,9 +112,13 @@ class Arena:
     def give(self, slot: int) -> None:
         """Give a slot back; nobody may touch its bytes any more."""
         self._free.append(slot)
+        self._changed = True
 
     def shrink(self) -> int:
         """Give every wholly free extent back to the pool; return how many units."""
+        if not self._changed:
+            return 0
+        self._changed = False
         free = set(self._free)
         kept: list[Extent] = []
         returned = 0

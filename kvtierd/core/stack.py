@@ -96,9 +96,10 @@ class Stack:
         count = 0
         ids = list(dict.fromkeys(ids))
         for block_id in reversed(ids):
-            if self.primary.name in tiers and (node := self.primary.resident(block_id)) is not None:
-                self.primary.forget(node)
-                count += 1
+            node = self.primary.get(block_id) if self.primary.name in tiers else None
+            if node is not None and node.state in (State.RESIDENT, State.LOADING):
+                count += node.state is State.RESIDENT
+                self.primary.forget(node)  # a promotion under way would bring the block back
         for tier in self.secondaries:
             if tier.name in tiers:
                 count += self._evict_secondary(tier, ids)
@@ -117,13 +118,13 @@ class Stack:
                 nodes = leaf_first(node for node in tier.blocks if node.block.id.namespace == namespace)
                 count += self._evict_secondary(tier, [node.block.id for node in reversed(nodes)])
                 for block_id in [wanted for wanted in tier.wanted if wanted.namespace == namespace]:
-                    del tier.wanted[block_id]
+                    tier.unwant(block_id)
         return count
 
     def _evict_secondary(self, tier: SecondaryTier, ids: Iterable[BlockId]) -> int:
         victims = []
         for block_id in reversed(list(ids)):
-            tier.wanted.pop(block_id, None)
+            tier.unwant(block_id)
             node = tier.blocks.get(block_id)
             if node is None:
                 continue

@@ -63,16 +63,19 @@ class PoolSpace:
 
     def __init__(self, layout: Layout, geometry: Geometry, extents: ExtentMap, policy: Policy) -> None:
         self.layout = layout
+        self.namespace = layout.namespace()
         self.geometry = geometry
         self.arena = Arena(extents, geometry.units)
         self.blocks = ResidentSet(policy)
         self.sessions: set[int] = set()
-        self.most_slots = extents.units // geometry.units
-        """How many slots the layout would have with the whole pool."""
         self.promoting = 0
         """Slots of promotions under way or not read yet."""
         self.leaving: set[Node] = set()
         """Nodes that left the set but are pinned: their slots are not free yet."""
+
+    def most_slots(self) -> int:
+        """Return how many slots the layout would have with all that no other layout holds."""
+        return self.arena.slots + self.arena.free_units // self.arena.slot_units
 
     def unpin(self, node: Node) -> None:
         """Take a pin away and free the slot of a node that was only waiting for that."""
@@ -154,13 +157,17 @@ class SecondaryTier(Tier):
         self.gate = Gate(spec.budget)
         self.retried: set[BlockId] = set()
         """Blocks whose write failed once; the next failure is the last."""
-        self.leaving: set[BlockId] = set()
-        """Blocks that are written because the pool wants to evict them."""
+        self.leaving: dict[str, set[BlockId]] = {}
+        """By namespace: blocks that are wanted or being written because the pool wants to evict them."""
         self.stuck: dict[BlockId, int] = {}
         """Bytes of blocks that left the index but could not be deleted; they take room until they can."""
         self.stuck_bytes = 0
         self.ages: OrderedDict[BlockId, float] = OrderedDict()
         """When each block was last used, oldest first; kept only with a ttl."""
+        self.overdue: OrderedDict[BlockId, None] = OrderedDict()
+        """Blocks past the ttl that could not leave yet, as parents of younger ones; not in ``ages``."""
+        self.asked: dict[BlockId, int] = {}
+        """Blocks that a probe in flight looks for, and its number; not those that left meanwhile."""
         self.doomed: set[BlockId] = set()
         """Blocks whose write is in flight and unwanted by now."""
         self.scanning = True
@@ -195,9 +202,35 @@ class SecondaryTier(Tier):
         self.stuck_bytes -= size
         return size
 
+    def unwant(self, block_id: BlockId) -> None:
+        """Take a block out of the queue of those to be written."""
+        self.wanted.pop(block_id, None)
+        self.left(block_id)
+
+    def left(self, block_id: BlockId) -> bool:
+        """Note that a block leaves the pool for this tier no more; whether it did."""
+        leaving = self.leaving.get(block_id.namespace)
+        if leaving is None or block_id not in leaving:
+            return False
+        leaving.discard(block_id)
+        if not leaving:
+            del self.leaving[block_id.namespace]
+        return True
+
+    def touch(self, block_id: BlockId, now: float) -> bool:
+        """Note a use of a block, if it is there."""
+        node = self.blocks.get(block_id)
+        if node is None:
+            return False
+        self.blocks.touch(node)
+        if node.state is State.RESIDENT:
+            self.used_at(block_id, now)
+        return True
+
     def used_at(self, block_id: BlockId, when: float) -> None:
         """Note a use for the ttl."""
         if self.spec.ttl is not None:
+            self.overdue.pop(block_id, None)
             self.ages[block_id] = when
             self.ages.move_to_end(block_id)
 
@@ -213,6 +246,8 @@ class SecondaryTier(Tier):
         self.blocks.remove(node)
         self.used -= node.size
         self.ages.pop(node.block.id, None)
+        self.overdue.pop(node.block.id, None)
+        self.asked.pop(node.block.id, None)
         if self.scanning:
             self.removed_in_scan.add(node.block.id)
         if node.block.id in self.unannounced:

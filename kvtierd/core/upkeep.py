@@ -22,7 +22,8 @@ class Upkeep:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._retry_at = 0.0
+        self._retry_at: dict[str, float] = {}
+        """When each tier that has undeletable blocks is asked again to delete some."""
 
     def make_room(self, tier: SecondaryTier, size: int) -> bool:
         """Evict for ``size`` bytes and, in the same deletion, for what waits behind; whether it will fit."""
@@ -52,7 +53,7 @@ class Upkeep:
             tier.deleting -= size
             if outcome.status not in (Status.OK, Status.GONE):
                 if not tier.stuck:
-                    self._retry_at = self._stack.now + STUCK_RETRY
+                    self._retry_at[tier.name] = self._stack.now + STUCK_RETRY
                 tier.stick(outcome.id, size)
                 tier.last_fault = outcome.reason or outcome.status.value
 
@@ -91,8 +92,8 @@ class Upkeep:
         now = self._stack.now
         if tier.spec.ttl is not None:
             self._expire(tier, now - tier.spec.ttl)
-        if tier.stuck and now >= self._retry_at:
-            self._retry_at = now + STUCK_RETRY
+        if tier.stuck and now >= self._retry_at[tier.name]:
+            self._retry_at[tier.name] = now + STUCK_RETRY
             ids = [
                 block_id for block_id in itertools.islice(tier.stuck, STUCK_BATCH) if not tier.busy(block_id)
             ]
@@ -103,11 +104,16 @@ class Upkeep:
 
     def _expire(self, tier: SecondaryTier, before: float) -> None:
         old = [item[0] for item in itertools.islice(tier.ages.items(), EXPIRY_BATCH) if item[1] < before]
+        for block_id in old:
+            del tier.ages[block_id]
+            tier.overdue[block_id] = None
         victims = []
-        for block_id in reversed(old):  # the younger of a chain are its leaves
-            node = tier.blocks.resident(block_id)
-            if node is not None and tier.blocks.evictable(node):
+        for block_id in list(itertools.islice(reversed(tier.overdue), EXPIRY_BATCH)):
+            node = tier.blocks.nodes[block_id]  # the younger of a chain, its leaves, come first
+            if tier.blocks.evictable(node):
                 self._stack.retire(tier, node)
                 tier.counters["expired"] += 1
                 victims.append(block_id)
+            else:
+                tier.overdue.move_to_end(block_id, last=False)  # the next look is at others
         self._stack.start_delete(tier, victims)

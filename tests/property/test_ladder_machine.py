@@ -30,8 +30,8 @@ from kvtierd.core.stimuli import (
 from kvtierd.testing.consumer import ReferenceConsumer, residencies
 from kvtierd.testing.rig import LAYOUT, LadderRig, fs_spec, key, meta
 from kvtierd.wire.kvevents import encode_batch
-from kvtierd.wire.projection import Projection
-from kvtierd.wire.stream import StreamLog
+from kvtierd.wire.projection import Projection, runs_of
+from kvtierd.wire.stream import Limits, StreamLog
 
 CHAINS = [[base + depth for depth in range(5)] for base in (0, 10, 20, 30)]
 chains = st.sampled_from(CHAINS)
@@ -46,13 +46,13 @@ class Wire:
 
     def __init__(self):
         self.projection = Projection()
-        self.log = StreamLog(ring_batches=8, ring_bytes=1 << 20)
+        self.log = StreamLog(Limits(ring_batches=8, ring_bytes=1 << 20))
         self.live = ReferenceConsumer()
         self.number = 0
 
     def publish(self, events):
-        for rank, changes in self.projection.apply(events):
-            payload = self.log.append(self.number, 1.5, rank, changes)
+        for run in runs_of(self.projection.apply(events)):
+            payload = self.log.append(self.number, 1.5, *run)
             assert self.live.feed(self.number, payload) is None, "a reader without a gap asks for nothing"
             self.number += 1
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +159,7 @@ class DaemonRig:
         self.client = Client(self.daemon.socket, deadline=10.0)
         self.router = Router()
         self.layouts: set[Layout] = set()
+        self._counted: dict[str, Counter[str]] = {}
 
     def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
         """Change the tier file for the next start."""
@@ -169,6 +171,7 @@ class DaemonRig:
 
     def start(self) -> DaemonRig:
         """Start the daemon and wait until the router hears it."""
+        self._counted.clear()
         self.daemon.start()
         self.follow(self.router)
         return self
@@ -187,6 +190,35 @@ class DaemonRig:
             code = self.daemon.stop()
             assert code == 0, f"exit code {code}: {self.daemon.log_tail()}"
         return self.start()
+
+    def renew(self) -> bool:
+        """Make the running daemon as good as a new one: no session, no block, no past; whether it is.
+
+        Only :meth:`counter` forgets: other figures of the status go on.
+        """
+        if self.daemon.pid is None or not self.layouts <= {self.layout}:
+            return False
+        with self.attach(engine_id="cleaner") as session:
+            session.reset()
+        self.client.close()
+        try:
+            status = wait_for(self._clean, "nobody to be left", timeout=3.0)
+        except TimeoutError:
+            return False
+        assert status is not None
+        self.catch_up(self.router, status)
+        self.router.batches.clear()
+        self.router.counts.clear()
+        self.layouts.clear()
+        self._counted = {tier["name"]: Counter(tier["counters"]) for tier in status["tiers"]}
+        return not self.router.resident
+
+    def _clean(self) -> dict[str, Any] | None:
+        status = self._idle()
+        if status is None or status["sessions"] or status["quarantined_slots"]:
+            return None
+        wrong = (tier["blocks"] or tier.get("condition", "ok") != "ok" for tier in status["tiers"])
+        return None if any(wrong) else status
 
     def close(self) -> None:
         """Close everything and stop the daemon if it runs."""
@@ -212,8 +244,9 @@ class DaemonRig:
         return found
 
     def counter(self, tier: str, name: str) -> int:
-        """Return a tier's counter."""
-        return int(self.tier(tier)["counters"].get(name, 0))
+        """Return a tier's counter: since the start, or since the rig was renewed in the same run."""
+        before = self._counted.get(tier, Counter())
+        return int(self.tier(tier)["counters"].get(name, 0)) - before[name]
 
     def copies(self, *, root: str = "disk") -> dict[BlockKey, Copy]:
         """Return where the blocks of the rig's layout lie below a filesystem tier's root."""

@@ -1,4 +1,4 @@
-"""A real daemon for each test, and a check of its stream, its life and its log at the end."""
+"""Real daemons for the tests, and a check of their streams, lives and logs at the end of each test."""
 
 from __future__ import annotations
 
@@ -14,34 +14,83 @@ from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig
 Make = Callable[..., DaemonRig]
 
 
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Make rigs, not started.
+class Garage:
+    """Makes rigs; keeps running ones that a test left as good as new for the next test."""
 
-    At the end, a daemon that was not stopped or killed by the test must be alive, agree with its router at a
-    quiet point and stop with exit code 0; none may have complained.
-    """
-    made: list[DaemonRig] = []
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made = 0
+        self._idle: dict[Layout, DaemonRig] = {}
+
+    def build(self, **options: object) -> DaemonRig:
+        """Make a rig, not started."""
+        path = self._folder / str(self._made)
+        self._made += 1
+        path.mkdir()
+        return DaemonRig(path, **options)  # type: ignore[arg-type]
+
+    def take(self, layout: Layout) -> DaemonRig:
+        """Return a running rig without a past."""
+        return self._idle.pop(layout, None) or self.build(layout=layout).start()
+
+    def give(self, rig: DaemonRig) -> None:
+        """Keep a running rig for the next test if it can be renewed, or stop it."""
+        kept_aside = any((rig.folder / "disk" / "quarantine").iterdir())
+        if rig.layout not in self._idle and not kept_aside and rig.renew():
+            self._idle[rig.layout] = rig
+        else:
+            retire(rig)
+
+    def close(self) -> None:
+        """Stop what is left."""
+        while self._idle:
+            retire(self._idle.popitem()[1])
+
+
+def examine(rig: DaemonRig) -> None:
+    """A daemon that runs must agree with its router at a quiet point; none may have complained."""
+    assert rig.complaints() == [], rig.daemon.log_tail(60)
+    if rig.daemon.pid is not None:
+        rig.agree()
+
+
+def retire(rig: DaemonRig) -> None:
+    """A daemon that runs must stop with exit code 0 and without a complaint."""
+    try:
+        rig.client.close()
+        if rig.daemon.pid is not None:
+            assert rig.daemon.stop() == 0, rig.daemon.log_tail()
+        assert rig.complaints() == [], rig.daemon.log_tail(60)
+    finally:
+        rig.close()
+
+
+@pytest.fixture(scope="session")
+def garage() -> Iterator[Garage]:
+    """The rigs of this run."""
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:  # tmp_path is too long for a socket's path
+        garage = Garage(Path(folder))
+        yield garage
+        garage.close()
 
-        def build(**options: object) -> DaemonRig:
-            path = Path(folder, str(len(made)))
-            path.mkdir()
-            made.append(DaemonRig(path, **options))  # type: ignore[arg-type]
-            return made[-1]
 
-        try:
-            yield build
-            for rig in made:
-                assert rig.complaints() == [], rig.daemon.log_tail(60)
-                if rig.daemon.pid is not None:
-                    rig.agree()
-                    rig.client.close()
-                    assert rig.daemon.stop() == 0, rig.daemon.log_tail()
-                assert rig.complaints() == [], rig.daemon.log_tail(60)
-        finally:
-            for rig in made:
-                rig.close()
+@pytest.fixture
+def make(garage: Garage) -> Iterator[Make]:
+    """Make rigs that no other test uses, not started; they are examined and retired at the end."""
+    made: list[DaemonRig] = []
+
+    def build(**options: object) -> DaemonRig:
+        made.append(garage.build(**options))
+        return made[-1]
+
+    try:
+        yield build
+        for rig in made:
+            examine(rig)
+            retire(rig)
+    finally:
+        for rig in made:
+            rig.close()
 
 
 @pytest.fixture
@@ -51,6 +100,17 @@ def layout() -> Layout:
 
 
 @pytest.fixture
-def rig(make: Make, layout: Layout) -> DaemonRig:
-    """A running daemon with 64 slots and one FS tier that checks every invariant after every turn."""
-    return make(layout=layout).start()
+def rig(garage: Garage, layout: Layout) -> Iterator[DaemonRig]:
+    """A running daemon with 64 slots and one FS tier that checks every invariant after every turn.
+
+    It may have served other tests before, and has nothing of theirs; a test that changes more than blocks
+    and sessions makes one of its own.
+    """
+    rig = garage.take(layout)
+    try:
+        yield rig
+        examine(rig)
+        garage.give(rig)
+    except BaseException:
+        rig.close()
+        raise

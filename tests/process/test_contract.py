@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -293,6 +294,25 @@ def test_a_refused_store_says_so(make: Make) -> None:
         assert job.commit() == ()
         assert session.put(extra[0].key, b"x" * 4096) is False
     assert session.put(extra[0].key, b"x" * 4096, extra[0].meta) is True
+
+
+def test_a_pool_that_is_leased_to_the_last_slot_says_so_at_once(make: Make) -> None:
+    """L51, L104: refused in under 5 ms; released, the next store is admitted."""
+    rig = make(slots=10_000, tiers=[], paranoid=False).start()
+    session = rig.attach()
+    made, (extra,) = loose(10_000), loose(1, "extra")
+    assert len(session.prepare_store(keys_of(made)).commit()) == 10_000
+    with session.lookup(keys_of(made), lease=30.0) as found:
+        assert found.leased == 10_000
+        took = []
+        for _ in range(50):
+            begin = time.perf_counter()
+            job = session.prepare_store([extra.key])
+            took.append(time.perf_counter() - begin)
+            assert [skip.reason for skip in job.skipped] == [SkipReason.NO_ROOM]
+        assert sorted(took)[25] < 0.005
+    assert store(session, [extra])
+    assert load(session, [extra]) == ["cpu"]
 
 
 def test_a_commit_makes_its_blocks_visible_to_everybody(make: Make) -> None:

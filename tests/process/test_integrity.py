@@ -186,7 +186,8 @@ def test_a_scan_takes_only_slots_that_prove_themselves(make: Make, crash: bool) 
     (folder / f"8192-{'1' * 16}").write_bytes(os.urandom(1 << 20))
     (folder / f"8192-{'2' * 16}").symlink_to("/etc/passwd")
     (folder / f"8192-{'3' * 16}").mkdir()
-    (folder / f"12288-{'4' * 16}").write_bytes(at[8].path.read_bytes()[: 2 << 20])  # slots of another size
+    with at[8].path.open("rb") as file:  # slots of another size
+        (folder / f"12288-{'4' * 16}").write_bytes(file.read(2 << 20))
     rig.restart(crash=crash)
     session = rig.attach()
     rig.settle()

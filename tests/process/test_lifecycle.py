@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,6 +152,29 @@ def test_an_impossible_locality_is_refused_at_start(make: Make) -> None:
         assert code == 78
         assert "locality" in said
         assert "LOCAL or REMOTE" in said
+
+
+def test_a_tier_that_cannot_be_as_it_is_written_is_refused(make: Make) -> None:
+    """L93, L95: a disk without a limit, a policy that is none; ``unlimited`` is said aloud."""
+
+    def change(body: dict[str, Any], **changes: object) -> None:
+        body["tiers"][1].update(changes)
+        if changes.get("max_bytes", "") is None:
+            del body["tiers"][1]["max_bytes"]
+
+    rigs = [make(), make(), make()]
+    rigs[0].edit(lambda body: change(body, max_bytes=None))
+    rigs[1].edit(lambda body: change(body, policy="fifo"))
+    rigs[2].edit(lambda body: change(body, policy="LRU"))
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(refused, rigs))
+    for (code, said), key in zip(answers, ("max_bytes", "policy", "policy"), strict=True):
+        assert code == 78
+        assert f"tiers[1].{key}" in said or key in said
+    open_ended = make()
+    open_ended.edit(lambda body: change(body, max_bytes="unlimited"))
+    open_ended.start()
+    assert "max_bytes is unlimited: only the filesystem's size bounds it" in open_ended.daemon.log.read_text()
 
 
 def test_the_daemon_is_light(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,14 +352,18 @@ def test_a_stop_during_the_start_is_obeyed(make: Make) -> None:
 
 
 def test_another_layout_has_another_namespace_after_a_restart_too(rig: DaemonRig) -> None:
-    """L127: equal hashes of two tenants never meet, in the pool or on the disk."""
-    tenant = msgspec.structs.replace(LAYOUT, tenant="b")
+    """L74, L127: equal hashes of two tenants or two hash seeds never meet, in the pool or on the disk."""
+    others = [
+        msgspec.structs.replace(LAYOUT, tenant="b"),
+        msgspec.structs.replace(LAYOUT, hash_algorithm="sha256", hash_seed="1"),
+    ]
     made = chain(3)
     store(rig.attach(), made)
     rig.settle()
     for _ in range(2):
-        other = rig.attach(tenant, engine_id="e1")
-        assert other.lookup(keys_of(made)).states == (KeyState.MISS,) * 3
-        assert load(other, made) == []
+        for number, layout in enumerate(others):
+            other = rig.attach(layout, engine_id=f"other{number}")
+            assert other.lookup(keys_of(made)).states == (KeyState.MISS,) * 3
+            assert load(other, made) == []
         rig.restart()
     assert load(rig.attach(), made) == ["disk"] * 3

@@ -25,7 +25,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "check",
         help="check a tier file and show the values in force",
-        description="Check a tier file with the environment's overrides. Exit code 0: right, 78: not.",
+        description="Check a tier file with the environment's overrides. Exit code 0: right, 78: not. Ports,"
+        " memory and paths are tried when a daemon starts.",
     )
     parser.add_argument("--config", metavar="F", required=True, help="the tier file")
     parser.add_argument("--print-effective", action="store_true", help="print every value and its origin")
@@ -52,11 +53,26 @@ def run(args: argparse.Namespace) -> int:
     elif args.print_effective:
         print("\n".join(effective_yaml(loaded)))
     else:
-        print(f"{loaded.path}: ok")
-        for tier in loaded.tier_file.tiers:
-            if origins[tier.name] != BUILT_IN:
-                print(f"  tier {tier.name}: {tier.type}, {origins[tier.name]}")
+        print("\n".join(summary(loaded, origins)))
     return ExitCode.OK
+
+
+def summary(loaded: Loaded, origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines that say what was read, and what only the start of a daemon can tell."""
+    from kvtierd.config.units import format_size
+
+    tier_file = loaded.tier_file
+    named = []
+    for tier in tier_file.tiers:
+        limit = getattr(tier, "max_bytes", None)
+        bound = f", at most {format_size(limit)}" if isinstance(limit, int) else limit and f", {limit}"
+        named.append(f"{tier.name} ({tier.type}{bound or ''})")
+    yield f"{loaded.path}: ok"
+    yield f"  pool: {format_size(tier_file.pool.bytes)}; tiers: {', '.join(named)}"
+    for tier in tier_file.tiers:
+        if origins[tier.name] != BUILT_IN:
+            yield f"  tier {tier.name}: {tier.type}, {origins[tier.name]}"
+    yield "  ports, memory and paths are tried at start, not here"
 
 
 def effective_yaml(loaded: Loaded) -> Iterator[str]:

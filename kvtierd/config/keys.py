@@ -56,13 +56,17 @@ def known_keys(path: KeyPath, tier_type: str | None = None) -> list[str]:
     return list(dict.fromkeys(key for model in models for key in model.model_fields))
 
 
-def hint(key: str, known: list[str]) -> str:
-    """Return the end of an error message about an unknown key: the nearest known one, or all of them."""
+def nearest(key: str, known: list[str]) -> str | None:
+    """Return the known key that somebody who wrote ``key`` probably meant."""
     names = {**{other: key for other, key in _OTHER_NAMES.items() if key in known}, **{k: k for k in known}}
     close = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {names[close[0]]!r}?"
-    return f"known keys here: {', '.join(known)}"
+    return names[close[0]] if close else None
+
+
+def hint(key: str, known: list[str]) -> str:
+    """Return the end of an error message about an unknown key: the nearest known one, or all of them."""
+    meant = nearest(key, known)
+    return f"did you mean {meant!r}?" if meant else f"known keys here: {', '.join(known)}"
 
 
 def leaf_patterns() -> Iterator[tuple[str, ...]]:

@@ -14,9 +14,10 @@ from kvtierd.config.audiences import Audience, topic_problems
 from kvtierd.config.document import Document, DocumentError, KeyPath, parse_document
 from kvtierd.config.endpoints import parse_endpoint
 from kvtierd.config.environment import apply_environment
-from kvtierd.config.keys import hint, known_keys
+from kvtierd.config.keys import hint, known_keys, nearest
 from kvtierd.config.plugins import unknown_type
 from kvtierd.config.schema import CpuTier, FsTier, ObjectTier, PluginTier, TierFile
+from kvtierd.config.units import format_size
 from kvtierd.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -28,8 +29,17 @@ _PLAIN_WORDS = {
     "model_type": "write a section: keys with values",
     "model_attributes_type": "write a section: keys with values",
     "tuple_type": "write a list",
-    "string_pattern_mismatch": "write at most 63 of a-z, 0-9, - and _, a letter or digit first",
 }
+_NAME = "write at most 63 of a-z, 0-9, - and _, a letter or digit first"
+_BOUNDS = {
+    "greater_than_equal": ("ge", "write at least {}"),
+    "less_than_equal": ("le", "write at most {}"),
+    "too_short": ("min_length", "write at least {} in this list"),
+    "too_long": ("max_length", "write at most {} in this list"),
+    "string_too_short": ("min_length", "write at least {} characters"),
+    "string_too_long": ("max_length", "write at most {} characters"),
+}
+"""By pydantic's type of error: where it keeps the bound, and what to say of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +194,40 @@ def _validate(value: dict[str, Any], report: _Report) -> TierFile | None:
     try:
         return TierFile.model_validate(value)
     except ValidationError as failure:
-        for error in failure.errors(include_url=False):
+        errors = list(_causes(failure.errors(include_url=False)))
+        others = [error for error in errors if error["loc"][:2] != ("tiers", 0)]
+        if len(others) < len(errors) and _first_tier_is_stored(value):
+            report.add(("tiers", 0, "type"), "the first tier must be the primary one, of type cpu")
+            errors = others
+        for error in errors:
             for path, message in _explain(error):
                 report.add(path, message)
         return None
+
+
+def _causes(errors: list[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """Yield the errors less those that only follow from others.
+
+    A list whose entries are wrong is also too short to pydantic, and a key that was misspelt is also missing.
+    """
+    meant = set()
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            path, tier_type = _without_tag(error["loc"])
+            meant.add((*path[:-1], nearest(str(path[-1]), known_keys(path[:-1], tier_type))))
+    for error in errors:
+        follows = error["type"] == "missing" and _without_tag(error["loc"])[0] in meant
+        if error["type"] == "too_short" and isinstance(error["input"], (list, tuple)):
+            follows = len(error["input"]) >= error["ctx"]["min_length"]
+        if not follows:
+            yield error
+
+
+def _first_tier_is_stored(value: dict[str, Any]) -> bool:
+    """Say whether the first tier is one that belongs below the pool; what else is wrong with it can wait."""
+    tiers = value.get("tiers")
+    first = tiers[0] if isinstance(tiers, list) and tiers else None
+    return isinstance(first, dict) and first.get("type") in ("fs", "object")
 
 
 def _explain(error: ErrorDetails) -> Iterator[tuple[KeyPath, str]]:
@@ -205,15 +245,27 @@ def _explain(error: ErrorDetails) -> Iterator[tuple[KeyPath, str]]:
         got = error["input"].get("type") if isinstance(error["input"], dict) else None
         yield (*path, "type"), unknown_type(got) if isinstance(got, str) else "write type: cpu, fs or object"
     else:
-        message = _PLAIN_WORDS.get(kind, error["msg"])
-        if kind == "value_error":
-            message = str(context["error"])
-        elif kind == "literal_error":
-            message = f"write {context['expected']}"
         got = error["input"]
         hidden = isinstance(got, (dict, list, tuple)) or _may_be_secret(path, got)
         shown = "" if hidden else f" (got {_shown(got)})"
-        yield path, message + shown
+        yield path, _in_words(path, kind, error["msg"], context) + shown
+
+
+def _in_words(path: KeyPath, kind: str, original: str, context: Mapping[str, Any]) -> str:
+    """Return what to write instead of a value; pydantic's own words where we have none."""
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"write {context['expected']}"
+    if kind == "string_pattern_mismatch":
+        return _NAME if path[-1] == "name" else f"write what matches {context['pattern']}"
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        bound = context[key]
+        is_size = str(path[-1]).endswith("bytes") and isinstance(bound, int)
+        text = words.format(format_size(bound) if is_size else bound)
+        return text.removesuffix("s") if bound == 1 and text.endswith("characters") else text
+    return _PLAIN_WORDS.get(kind, original)
 
 
 def _may_be_secret(path: KeyPath, got: object) -> bool:

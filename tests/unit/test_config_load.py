@@ -93,6 +93,45 @@ def test_an_unknown_key_is_refused_with_file_line_path_and_nearest_key(errors, t
     ]
 
 
+def test_a_key_that_was_misspelt_is_not_called_missing_too(errors):
+    assert errors(GOOD.replace("max_bytes", "max_byte")) == [
+        "tiers.yaml:8: tiers.1.max_byte: unknown key; did you mean 'max_bytes'?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("bind: 'tcp://x'", "bind: write host:port"), ("preset: foo", "preset: write 'vllm-router', ")],
+)
+def test_a_wrong_audience_does_not_make_the_list_too_short(errors, key, message):
+    (line,) = errors(GOOD + f"events: {{ audiences: [{{ name: a, {key} }}] }}\n")
+    assert line.startswith(f"tiers.yaml:9: events.audiences.0.{message}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD.replace("1GiB", "1KiB"), "2: pool.bytes: write at least 4KiB (got '1KiB')"),
+        (
+            GOOD + "engine: { max_frame_bytes: 8GiB }",
+            "9: engine.max_frame_bytes: write at most 1GiB (got '8GiB')",
+        ),
+        (GOOD + "events: { ring_batches: 0 }", "9: events.ring_batches: write at least 1 (got 0)"),
+        (GOOD + "events: { audiences: [] }", "9: events.audiences: write at least 1 in this list"),
+        (GOOD + "events: { model: '' }", "9: events.model: write at least 1 character (got '')"),
+    ],
+)
+def test_a_bound_is_told_in_plain_words_with_its_unit(errors, text, message):
+    assert errors(text) == [f"tiers.yaml:{message}"]
+
+
+@pytest.mark.parametrize("more", ["", ", path: /x, max_bytes: 1GiB"])
+def test_a_first_tier_that_stores_is_told_that_the_pool_comes_first(errors, more):
+    (line,) = errors(f"version: 1\npool: {{ bytes: 1GiB }}\ntiers: [{{ name: disk, type: fs{more} }}]\n")
+    assert line.startswith("tiers.yaml:3: tiers.0")
+    assert line.endswith("the first tier must be the primary one, of type cpu")
+
+
 def test_an_unknown_key_like_no_other_is_refused_with_the_known_ones(errors):
     assert errors(GOOD + "xyzzy: 1\n") == [
         "tiers.yaml:9: xyzzy: unknown key; known keys here: version, runtime_dir, state_dir, pool, tiers, "
@@ -110,7 +149,7 @@ def test_a_cpu_tier_with_a_locality_is_told_why(errors):
 def test_all_errors_come_at_once_in_the_order_of_the_file(errors):
     text = (
         GOOD.replace("1GiB", "big")
-        .replace("max_bytes: 2GiB", "max_byte: 2GiB")
+        .replace("max_bytes: 2GiB", "xyzzy: 2GiB")
         .replace("type: cpu", "type: gpu")
     )
     assert [
@@ -119,7 +158,7 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(errors):
         ["tiers.yaml:2", "pool.bytes"],
         ["tiers.yaml:4", "tiers.0.type"],
         ["tiers.yaml:5", "tiers.1.max_bytes"],
-        ["tiers.yaml:8", "tiers.1.max_byte"],
+        ["tiers.yaml:8", "tiers.1.xyzzy"],
         ["tiers.yaml:9", "engine.job_ttl"],
         ["env KVTIERD__NO__SUCH", "no"],
     ]

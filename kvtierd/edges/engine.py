@@ -100,7 +100,8 @@ class EngineConnection(asyncio.Protocol):
         self._wire = ServerConnection(daemon=server.daemon, max_bytes=server.max_frame_bytes)
         self._transport: asyncio.Transport | None = None
         self._raw: socket.socket | None = None
-        self._attaching: dict[int, bytes] = {}
+        self._process = b""
+        """Of the attach that was asked for last; the wire lets only one wait."""
         self._attached = False
         self._outstanding = 0
         self._survey: Survey | None = None
@@ -142,7 +143,7 @@ class EngineConnection(asyncio.Protocol):
                 self._send([refusal])
             else:
                 if isinstance(request, Attach):
-                    self._attaching[request.id] = request.process
+                    self._process = request.process
                 self._outstanding += 1
                 asked.append(Asked(self.number, request))
         if asked:
@@ -214,8 +215,6 @@ class EngineConnection(asyncio.Protocol):
             if isinstance(reply, Attached):
                 self._send_attached(reply)
             else:
-                process = self._attaching.pop(reply.id, None) if self._attaching else None
-                assert process is None or isinstance(reply, Refused)
                 self._write(self._wire.send(reply))
 
     def _flush(self) -> None:
@@ -240,21 +239,22 @@ class EngineConnection(asyncio.Protocol):
 
     def _send_attached(self, reply: Attached) -> None:
         """Send the frame with the pool's descriptor and a liveness descriptor in one message."""
-        process = self._attaching.pop(reply.id)
         frame = self._wire.send(reply)
-        transport, raw = self._transport, self._raw
-        assert self._server.liveness is not None
+        transport, raw, liveness = self._transport, self._raw, self._server.liveness
+        assert liveness is not None
         assert self._server.pool_fd is not None
         self._attached = True
         if transport is None or raw is None or transport.is_closing():
+            liveness.not_handed_out(self._process)
             return
         if transport.get_write_buffer_size():
             log.warning("connection %d attached without reading its answers; closed", self.number)
+            liveness.not_handed_out(self._process)
             self.close()
             return
         pipe = -1
         try:
-            pipe = self._server.liveness.hand_out(process)
+            pipe = liveness.hand_out(self._process)
             sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe])
         except OSError as error:
             log.warning("connection %d: the pool could not be handed over: %s", self.number, error)

@@ -38,11 +38,15 @@ class Liveness:
         try:
             read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            self._loop.call_soon(self._report_unwatched, process)
+            self.not_handed_out(process)
             raise
         self._pipes.setdefault(process, set()).add(read_end)
         self._loop.add_reader(read_end, self._readable, process, read_end)
         return write_end
+
+    def not_handed_out(self, process: bytes) -> None:
+        """Note that a process which attached was not given the pool: without any pipe it counts as dead."""
+        self._loop.call_soon(self._report_unwatched, process)
 
     def _report_unwatched(self, process: bytes) -> None:
         if process not in self._pipes:

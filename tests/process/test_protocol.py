@@ -32,7 +32,7 @@ from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig, chain, keys_of, load, 
 from kvtierd.testing.on_disk import copies
 from kvtierd.testing.workload import payload
 from kvtierd.wire.framing import Deframer, frame
-from kvtierd.wire.messages import Hello, StatusRequest, decode_server, encode
+from kvtierd.wire.messages import Hello, StatusReport, StatusRequest, SurveyRequest, decode_server, encode
 
 Make = Callable[..., DaemonRig]
 
@@ -191,6 +191,20 @@ def test_requests_are_pipelined_and_each_gets_its_answer(connect: Connect) -> No
     asked = [stimuli.Lookup(id=number, keys=(BlockKey(b"k"),)) for number in range(10, 2010)]
     raw.send(b"".join(frame(encode(request)) for request in asked))
     assert [raw.receive().id for _ in asked] == [request.id for request in asked]
+
+
+def test_a_request_with_the_number_of_an_attach_harms_nobody(rig: DaemonRig, connect: Connect) -> None:
+    """Numbers are the client's; one used twice must not leave a session that nobody closes."""
+    raw = connect()
+    attach = stimuli.Attach(id=2, layout=LAYOUT, engine_id="raw", process=os.urandom(16))
+    raw.send(
+        b"".join(frame(encode(request)) for request in (attach, SurveyRequest(id=2), StatusRequest(id=2)))
+    )
+    kinds = {type(raw.receive()) for _ in range(3)}
+    assert kinds == {effects.Attached, effects.Refused, StatusReport}
+    assert raw.ask(stimuli.Lookup(id=3, keys=(BlockKey(b"k"),))).id == 3
+    raw.socket.close()
+    wait_for(lambda: not rig.status()["sessions"], "the end of the session")
 
 
 def test_a_client_that_does_not_read_harms_only_itself(rig: DaemonRig, connect: Connect) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import h11
 
 from kvtierd.config.endpoints import parse_listen
-from kvtierd.errors import ExitCode, KvtierdError
+from kvtierd.edges.addresses import cannot_bind
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +38,18 @@ class AdminServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Bind and listen."""
+        """Bind and listen.
+
+        Raises:
+            CannotBind: the address is taken or not this machine's.
+        """
         try:
             self._server = await asyncio.start_server(
                 self._serve, self._address.host, self._address.port, limit=MAX_REQUEST_BYTES
             )
         except OSError as error:
-            message = f"admin.listen {self._address.host}:{self._address.port}: {error.strerror}"
-            failure = KvtierdError(message)
-            failure.exit_code = ExitCode.CANT_CREATE
-            raise failure from error
+            where = f"{self._address.host}:{self._address.port}"
+            raise cannot_bind("admin.listen", where, error) from error
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:

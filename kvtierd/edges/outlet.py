@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from kvtierd.edges.addresses import cannot_bind
 from kvtierd.edges.curve import CurveKeys
 from kvtierd.edges.replay import ReplayServer, Since
 from kvtierd.errors import ConfigError
@@ -50,7 +51,8 @@ class Outlet:
         """Bind or connect; replays are taken from ``since``.
 
         Raises:
-            ConfigError: an endpoint cannot be bound; names the audience, the endpoint and the reason.
+            CannotBind: an endpoint cannot be bound; names the audience, the endpoint and the reason.
+            ConfigError: it cannot be connected to.
         """
         plan = self.plan
         if plan.bind is not None:
@@ -109,10 +111,10 @@ class Outlet:
         try:
             (socket.connect if key == "connect" else socket.bind)(endpoint)
         except zmq.ZMQError as error:
-            verb = "connect to" if key == "connect" else "bind"
-            raise ConfigError(
-                f"events: audience {self.plan.label!r}: {key}: cannot {verb} {endpoint}: {error.strerror}"
-            ) from error
+            setting = f"events audience {self.plan.label!r}: {key}"
+            if key != "connect":
+                raise cannot_bind(setting, endpoint, OSError(error.errno, error.strerror)) from error
+            raise ConfigError(f"{setting} {endpoint}: cannot connect: {error.strerror}") from error
         finally:
             os.umask(before)
         self.endpoints[key] = socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -97,7 +97,7 @@ class Publisher:
         """Open the outlets and start the heartbeat; to be called in the loop's thread.
 
         Raises:
-            ConfigError: an endpoint cannot be bound.
+            ConfigError: an endpoint cannot be bound (``CannotBind``) or connected to.
         """
         self._loop = loop
         for outlet in self.outlets:

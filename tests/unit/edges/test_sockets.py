@@ -7,10 +7,14 @@ import socket
 import stat
 
 import pytest
+import zmq
 
+from kvtierd.edges.addresses import CannotBind
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.liveness import Liveness
+from kvtierd.edges.outlet import Outlet, OutletPlan
 from kvtierd.edges.unix_socket import CannotCreate, listen, make_folder
+from kvtierd.errors import ExitCode
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
@@ -59,23 +63,6 @@ def test_a_process_is_dead_when_its_last_pipe_hangs_up():
         assert len(liveness) == 0
         os.close(liveness.hand_out(b"r"))
         liveness.close()
-
-    run(scene())
-
-
-def test_a_process_that_was_never_given_the_pool_is_dead_at_once():
-    """It attached, so slots wait for it; no pipe will ever hang up for it."""
-
-    async def scene():
-        died = asyncio.Queue()
-        liveness = Liveness(asyncio.get_running_loop(), died.put_nowait)
-        pipe = liveness.hand_out(b"p")
-        liveness.not_handed_out(b"p")
-        liveness.not_handed_out(b"q")
-        assert await died.get() == b"q"
-        assert died.empty(), "another pipe speaks for the other one"
-        os.close(pipe)
-        assert await died.get() == b"p"
 
     run(scene())
 
@@ -137,10 +124,31 @@ def test_the_probe_port_answers_nothing_but_get_and_survives_garbage():
     run(scene())
 
 
-def test_a_port_that_is_taken_is_a_clear_error(tmp_path):
+def test_a_taken_port_is_told_in_one_way_whoever_wants_it():
+    """The probes' listener and the event stream say the same and end with the same code."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
-        admin = AdminServer(f"127.0.0.1:{held.getsockname()[1]}", dict, dict)
-        with pytest.raises(Exception, match=r"admin\.listen"):
-            run(admin.start())
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(CannotBind) as admin:
+            run(AdminServer(address, dict, dict).start())
+        outlet, loop = (
+            Outlet(OutletPlan("a", "", f"tcp://{address}", None, None, 10)),
+            asyncio.new_event_loop(),
+        )
+        context = zmq.Context()
+        try:
+            with pytest.raises(CannotBind) as events:
+                outlet.open(context, loop, lambda _: iter(()))
+        finally:
+            context.destroy(linger=0)
+            loop.close()
+    advice = "is taken by another process: choose another address or stop it (Address already in use)"
+    assert str(admin.value) == f"admin.listen {address} {advice}"
+    assert str(events.value) == f"events audience 'a': bind tcp://{address} {advice}"
+    assert admin.value.exit_code == events.value.exit_code == ExitCode.CANT_CREATE
+
+
+def test_an_address_of_another_machine_is_told_without_a_system_tuple():
+    with pytest.raises(CannotBind, match=r"^admin.listen 192\.0\.2\.1:1 cannot be bound: [A-Z][a-z ]+$"):
+        run(AdminServer("192.0.2.1:1", dict, dict).start())

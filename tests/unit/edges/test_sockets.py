@@ -67,6 +67,23 @@ def test_a_process_is_dead_when_its_last_pipe_hangs_up():
     run(scene())
 
 
+def test_a_process_that_was_never_given_the_pool_is_dead_at_once():
+    """It attached, so slots wait for it; no pipe will ever hang up for it."""
+
+    async def scene():
+        died = asyncio.Queue()
+        liveness = Liveness(asyncio.get_running_loop(), died.put_nowait)
+        pipe = liveness.hand_out(b"p")
+        liveness.not_handed_out(b"p")
+        liveness.not_handed_out(b"q")
+        assert await died.get() == b"q"
+        assert died.empty(), "another pipe speaks for the other one"
+        os.close(pipe)
+        assert await died.get() == b"p"
+
+    run(scene())
+
+
 async def ask(port, request):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)

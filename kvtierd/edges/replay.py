@@ -11,6 +11,7 @@ replays a second and no more, and of those that run or wait never all.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -23,6 +24,8 @@ SEND_QUEUE = 256
 """Batches queued for one client; beyond it the server waits. (A ROUTER would else drop, and vLLM's does.)"""
 SLICE_BATCHES = 64
 SLICE_BYTES = 256 << 10
+SLICE_SECONDS = 0.002
+"""After which a slice ends, whatever is in it: batches from before the ring are made as they are sent."""
 MAX_ACTIVE = 4
 """Replays served at a time; each may hold a copy of the state."""
 MAX_WAITING = 64
@@ -213,7 +216,8 @@ class ReplayServer:
     def _send_slice(self, client: bytes, replay: _Replay) -> bool:
         """Send up to a slice; return whether anything was sent. Ends the replay when it is over."""
         sent = size = 0
-        while sent < SLICE_BATCHES and size < SLICE_BYTES:
+        end = time.perf_counter() + SLICE_SECONDS
+        while sent < SLICE_BATCHES and size < SLICE_BYTES and (not sent or time.perf_counter() < end):
             frames = replay.take()
             try:
                 self._socket.send_multipart((client, b"", *frames), zmq.NOBLOCK)

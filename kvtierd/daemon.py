@@ -33,6 +33,7 @@ from kvtierd.edges.backends.factory import make_backend, make_spec
 from kvtierd.edges.engine import EngineServer
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.liveness import Liveness
+from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
 from kvtierd.edges.pool import Pool
 from kvtierd.edges.unix_socket import CannotCreate, make_folder
@@ -63,6 +64,7 @@ class Daemon:
         self._backends: dict[str, Backend] = {}
         self._movers: dict[str, Mover] = {}
         self._hub: EventHub | None = None
+        self._merged: MergedStream | None = None
         self._liveness: Liveness | None = None
         self._engine: EngineServer | None = None
         self._control: EngineServer | None = None
@@ -109,7 +111,9 @@ class Daemon:
         self._ladder = self._make_ladder(self._pool)
         if config.events.enabled:
             self._hub = await self._loop.run_in_executor(None, self._make_hub)
+            self._merged = MergedStream(self._hub, config.events.relay)
             self._hub.start(self._loop)
+            self._merged.start(self._loop)
         self._make_movers(self._pool)
         self._liveness = Liveness(self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]))
         self._engine = self._server("engine.sock", self._pool, self._liveness)
@@ -227,7 +231,7 @@ class Daemon:
         for session, replies in answers.items():
             self._deliver(session, replies)
         if events := ladder.take_events():
-            self._publish(events)
+            self._publish(events, committed=any(map(_is_commit, batch)))
         self._turns += 1
         self._turn_at = time.monotonic()
         self._turned.set()
@@ -240,9 +244,10 @@ class Daemon:
                 self._describe(reply.namespace)
         self._engine.deliver(session, replies)
 
-    def _publish(self, events: Sequence[Any]) -> None:
-        if self._hub is not None:
-            self._hub.publish(events)
+    def _publish(self, events: Sequence[Any], *, committed: bool) -> None:
+        if self._merged is not None:
+            self._merged.committed = committed
+            self._merged.publish(events)
 
     def _describe(self, namespace: str) -> None:
         """Leave a readable record of the namespace beside its blocks; best effort."""
@@ -261,10 +266,10 @@ class Daemon:
         self._turned.set()
 
     def _tick(self) -> None:
-        self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
         self.turn([stimuli.Tick()])
         if self._hub is not None and self._ladder is not None:
-            self._hub.set_ranks(session.dp_rank for session in self._ladder.sessions.open.values())
+            self._hub.set_ranks(self._ladder.sessions.dp_ranks())
+        self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _arm(self, deadline: float | None) -> None:
         """Tick exactly when a waiting load is due."""
@@ -296,6 +301,8 @@ class Daemon:
         for mover in self._movers.values():
             if not await mover.close(max(0.1, deadline - self._loop.time() - grace / 4)):
                 self._stuck = True  # a thread may still touch its slots: leave its backend and the pool alone
+        if self._merged is not None:
+            self._merged.close()
         if self._hub is not None:
             await self._hub.close(max(0.1, deadline - self._loop.time()))
         for server in (self._engine, self._control):
@@ -357,8 +364,13 @@ class Daemon:
         if self._ladder is not None:
             body.update(self._ladder.statistics())
         if self._hub is not None:
-            body["events"] = self._hub.statistics()
+            relay = {} if self._merged is None else self._merged.statistics()
+            body["events"] = {**self._hub.statistics(), "relay": relay}
         body["movers"] = {name: mover.statistics() for name, mover in self._movers.items()}
         if self._engine is not None:
             body["engine"] = {**self._engine.counters, "connections": len(self._engine.connections)}
         return body
+
+
+def _is_commit(stimulus: stimuli.Stimulus) -> bool:
+    return isinstance(stimulus, stimuli.Asked) and isinstance(stimulus.request, stimuli.Commit)

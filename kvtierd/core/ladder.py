@@ -264,6 +264,7 @@ class Ladder:
 
     def _goodbye(self, session: Session, request: stimuli.Goodbye) -> None:
         self._close(session.number)
+        self.sessions.leave(session)
         others = self.sessions.of_engine(session.engine)
         if all(other.process != session.process for other in others):
             self.custody.process_gone(session.process, [session.engine])

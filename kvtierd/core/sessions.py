@@ -78,6 +78,8 @@ class Sessions:
     """Engine id to the living processes that mapped the pool for it."""
     fence: int = 0
     _number: int = 0
+    _ranks: dict[bytes, set[int]] = field(default_factory=dict)
+    """Process to the dp ranks that it attached with."""
 
     def next_number(self) -> int:
         """Return a fresh job or lease number, never 0."""
@@ -87,7 +89,18 @@ class Sessions:
     def attach(self, session: Session) -> None:
         """Note a session and that its process maps the pool."""
         self.open[session.number] = session
+        self._ranks.setdefault(session.process, set()).add(session.dp_rank)
         self.mapped.setdefault(session.engine, set()).add(session.process)
+
+    def leave(self, session: Session) -> None:
+        """Note a goodbye: its dp rank is gone, unless another session of this process has it."""
+        others = (other for other in self.open.values() if other.process == session.process)
+        if all(other.dp_rank != session.dp_rank for other in others):
+            self._ranks.get(session.process, set()).discard(session.dp_rank)
+
+    def dp_ranks(self) -> set[int]:
+        """Return the dp ranks that are attached, or whose process lives and may come back."""
+        return {rank for ranks in self._ranks.values() for rank in ranks}
 
     def of_engine(self, engine: str) -> list[Session]:
         """Return the open sessions of an engine."""
@@ -124,6 +137,8 @@ class Sessions:
             if not processes:
                 del self.mapped[engine]
             ended += self.acknowledged(engine, process, self.fence)
+        if not any(process in processes for processes in self.mapped.values()):
+            self._ranks.pop(process, None)
         return ended
 
     def _forget(self, ended: list[Quarantine]) -> list[Quarantine]:

@@ -17,9 +17,13 @@ from kvtierd.wire.kvevents import WireEvent
 
 
 class MergedStream:
-    """Everything that goes into ``hub``. Without ``relays`` it passes tier events straight on."""
+    """Everything that goes into ``hub``. Without ``relays`` it passes tier events straight on.
+
+    ``committed``: whether an engine's store is among the causes of what is published next.
+    """
 
     def __init__(self, hub: EventHub, relays: Sequence[Relay]) -> None:
+        self.committed = False
         self._hub = hub
         self._relays = relays
         self._links: list[EngineLink] = []
@@ -47,13 +51,13 @@ class MergedStream:
             self.close()
             raise
 
-    def publish(self, events: Sequence[TierEvent], *, committed: bool) -> None:
-        """Tell one turn's events, in drain order. ``committed``: an engine's store is among their causes."""
+    def publish(self, events: Sequence[TierEvent]) -> None:
+        """Tell one turn's events, in drain order."""
         if not self._links:
             self._hub.publish(events)
             return
         assert self._loop is not None
-        self._pass_on(self._hold.offer(events, self._loop.time(), committed=committed))
+        self._pass_on(self._hold.offer(events, self._loop.time(), committed=self.committed))
 
     def seed(self, events: Sequence[TierEvent]) -> None:
         """Know residencies that readers were told of by an earlier run."""

@@ -77,6 +77,10 @@ class Rig:
 
         self.reader.fold = recorded
 
+    def tell(self, events, *, committed):
+        self.merged.committed = committed
+        self.merged.publish(events)
+
     def engine(self, index=0):
         return self.merged.statistics()["engines"][index]
 
@@ -243,7 +247,7 @@ def test_a_replay_that_is_not_answered_is_given_up(tmp_path, ends):
 def test_an_engine_that_restarts_loses_its_old_blocks_and_is_followed(tmp_path, ends):
     async def main():
         async with relaying(tmp_path, Relay(**ends)) as rig:
-            rig.merged.publish([tier_event(1)], committed=False)
+            rig.tell([tier_event(1)], committed=False)
             with publisher(ends) as engine:
                 engine.publish(gpu(1, 2, 3))
                 await rig.followed(engine)
@@ -293,7 +297,7 @@ def test_cleared_becomes_removals_and_the_tiers_stay(tmp_path, ends):
             with publisher(ends) as engine:
                 engine.publish(gpu(1), gpu(2, parent=1))
                 await rig.followed(engine)
-                rig.merged.publish([tier_event(1), tier_event(2)], committed=True)
+                rig.tell([tier_event(1), tier_event(2)], committed=True)
                 engine.publish(AllBlocksCleared(), gpu(5))
                 await rig.followed(engine)
                 assert (rig.on(), rig.on("CPU")) == ({5}, {1, 2})
@@ -384,8 +388,8 @@ def test_a_block_in_the_pool_is_told_after_the_engines_own_event(tmp_path, ends)
             with publisher(ends) as engine:
                 engine.publish(gpu(1))
                 await rig.followed(engine)
-                rig.merged.publish([tier_event(2), tier_event(2, medium=Medium.STORAGE)], committed=True)
-                rig.merged.publish([tier_event(1, EventKind.REMOVED)], committed=False)
+                rig.tell([tier_event(2), tier_event(2, medium=Medium.STORAGE)], committed=True)
+                rig.tell([tier_event(1, EventKind.REMOVED)], committed=False)
                 assert rig.merged.statistics()["holding"] == 3
                 engine.publish(gpu(2))
                 await rig.followed(engine)
@@ -406,7 +410,7 @@ def test_a_block_whose_engine_says_nothing_is_told_after_the_hold(tmp_path, ends
                 engine.publish(gpu(1))
                 await rig.followed(engine)
                 begun = asyncio.get_running_loop().time()
-                rig.merged.publish([tier_event(9)], committed=True)
+                rig.tell([tier_event(9)], committed=True)
                 await until(lambda: rig.on("CPU") == {9})
                 took = asyncio.get_running_loop().time() - begun
                 assert took >= 0.05
@@ -419,12 +423,12 @@ def test_a_block_whose_engine_says_nothing_is_told_after_the_hold(tmp_path, ends
 def test_nothing_is_held_while_no_engine_is_heard(tmp_path, ends):
     async def main():
         async with relaying(tmp_path, Relay(**ends, hold="1s")) as rig:
-            rig.merged.publish([tier_event(1)], committed=True)
+            rig.tell([tier_event(1)], committed=True)
             assert rig.merged.statistics()["holding"] == 0
             with publisher(ends) as engine:
                 engine.publish(gpu(2))
                 await rig.followed(engine)
-                rig.merged.publish([tier_event(3)], committed=True)
+                rig.tell([tier_event(3)], committed=True)
                 assert rig.merged.statistics()["holding"] == 1
             await until(lambda: not rig.merged.statistics()["holding"])
             assert rig.merged.statistics()["hold_timeouts"] == 0

@@ -1,0 +1,178 @@
+"""A real daemon listens to an engine's own events; the engine's sockets are the fake publisher's."""
+
+import json
+
+import pytest
+
+from kvtierd.testing.clock import wait_for
+from kvtierd.testing.daemon_rig import DaemonRig, chain, keys_of, store
+from kvtierd.testing.fake_publisher import FakePublisher
+from kvtierd.testing.local_daemon import free_port
+from kvtierd.wire.kvevents import AllBlocksCleared, BlockRemoved, BlockStored
+
+
+class Engine:
+    """An engine that computes a block, says so, and stores it in the pool, in the order of a real one."""
+
+    def __init__(self, rig: DaemonRig, rank: int = 0) -> None:
+        relay = relays_of(rig)[rank]
+        self.publisher = FakePublisher(relay["connect"], relay["replay"], rank=rank)
+        self.session = rig.attach(dp_rank=rank, engine_id=f"e{rank}")
+
+    def compute(self, blocks, *, say=True):
+        """Compute blocks and store them; with ``say`` the engine's own event comes first."""
+        if say:
+            self.publisher.publish(*map(on_device, blocks))
+        return store(self.session, blocks)
+
+    def close(self):
+        self.publisher.close()
+        self.session.close()
+
+
+def all_left(rig):
+    """Wait until no engine's own blocks are known, so that the stream is the daemon's inventory again."""
+    wait_for(lambda: not rig.status()["events"]["foreign"], "the engines to have left")
+
+
+def relays_of(rig):
+    return json.loads(rig.daemon.config.read_text())["events"]["relay"]
+
+
+def with_relays(make, ranks=1, **audience):
+    """A rig, started, whose daemon listens to so many engines."""
+    rig = make()
+    relays = [
+        {
+            "connect": f"tcp://127.0.0.1:{free_port()}",
+            "replay": f"ipc://{rig.folder}/replay{rank}",
+            "dp_rank": rank,
+            "hold": "300ms",
+        }
+        for rank in range(ranks)
+    ]
+
+    def change(body):
+        body["events"]["relay"] = relays
+        body["events"]["audiences"][0].update(audience)
+
+    rig.edit(change)
+    return rig.start()
+
+
+def on_device(block):
+    meta = block.meta
+    return BlockStored(
+        meta.hashes, meta.parent, meta.token_ids, meta.block_size, None, "GPU", None, group_idx=0
+    )
+
+
+def hashes(blocks):
+    return {h for block in blocks for h in block.meta.hashes}
+
+
+def known(router, medium, rank=0):
+    router.poll()
+    return {entry.hash for entry in router.resident if (entry.medium, entry.dp_rank) == (medium, rank)}
+
+
+def has(router, medium, blocks, rank=0):
+    """Wait until a router knows exactly these blocks on a medium."""
+    wait_for(lambda: known(router, medium, rank) == hashes(blocks), f"{len(blocks)} blocks on {medium}")
+
+
+def hears(rig, index=0):
+    wait_for(lambda: rig.status()["events"]["relay"]["engines"][index]["connected"], "the relay to connect")
+
+
+def test_one_stream_has_device_pool_and_disk_and_each_cause_before_its_effect(make):
+    rig = with_relays(make)
+    engine = Engine(rig)
+    hears(rig)
+    blocks = chain(12)
+    for block in blocks:
+        engine.compute([block])
+    has(rig.router, "GPU", blocks)
+    has(rig.router, "STORAGE", blocks)
+    for block in blocks:
+        assert [medium for kind, medium, _ in rig.router.told(block)] == ["GPU", "CPU", "STORAGE"]
+    assert rig.status()["events"]["relay"]["hold_timeouts"] == 0
+
+    engine.session.evict(keys_of(blocks[6:]), ["cpu"])
+    engine.publisher.publish(BlockRemoved(blocks[11].meta.hashes, "GPU", 0))
+    has(rig.router, "GPU", blocks[:11])
+    has(rig.router, "CPU", blocks[:6])
+    engine.publisher.publish(AllBlocksCleared())
+    has(rig.router, "GPU", [])
+    has(rig.router, "CPU", blocks[:6])
+    has(rig.router, "STORAGE", blocks)
+    engine.close()
+    all_left(rig)
+
+
+def test_an_engine_that_restarts_keeps_what_is_in_the_tiers(make):
+    rig = with_relays(make)
+    engine = Engine(rig)
+    hears(rig)
+    blocks = chain(4)
+    engine.compute(blocks)
+    has(rig.router, "GPU", blocks)
+    engine.close()
+    engine = Engine(rig)
+    has(rig.router, "GPU", [])
+    engine.publisher.publish(on_device(blocks[0]))
+    has(rig.router, "GPU", blocks[:1])
+    has(rig.router, "CPU", blocks)
+    engine.close()
+    all_left(rig)
+
+
+def test_the_daemon_goes_on_without_the_engine_and_finds_it_when_it_is_back_itself(make):
+    rig = with_relays(make)
+    blocks = chain(6)
+    with rig.attach() as session:
+        store(session, blocks[:2])
+    has(rig.router, "CPU", blocks[:2])
+    assert rig.status()["events"]["relay"]["held"] == 0
+
+    engine = Engine(rig)
+    hears(rig)
+    engine.compute(blocks[2:4])
+    has(rig.router, "GPU", blocks[2:4])
+    assert rig.daemon.stop() == 0
+    has(rig.router, "GPU", [])
+    engine.publisher.publish(on_device(blocks[4]))  # the engine does not notice
+    engine.publisher.publish(BlockRemoved(blocks[2].meta.hashes, "GPU", 0))
+    rig.start()
+    has(rig.router, "GPU", blocks[3:5])
+    engine.publisher.close()
+    all_left(rig)
+
+
+@pytest.mark.parametrize("shared", ["once", "each_rank"])
+def test_a_rank_that_leaves_takes_only_what_is_its_own(make, shared):
+    """L119, L120, L122."""
+    rig = with_relays(make, ranks=2, shared_blocks=shared)
+    engines = [Engine(rig, rank) for rank in range(2)]
+    for rank in range(2):
+        hears(rig, rank)
+    first, second = chain(3, "first"), chain(3, "second")
+    engines[0].compute(first)
+    engines[1].compute(second)
+    has(rig.router, "GPU", first, rank=0)
+    has(rig.router, "GPU", second, rank=1)
+    both = [*first, *second]
+    for rank, own in enumerate((first, second)):
+        has(rig.router, "CPU", both if shared == "each_rank" else own, rank)
+    engines[1].close()
+    has(rig.router, "GPU", [], rank=1)
+    has(rig.router, "GPU", first, rank=0)
+    if shared == "each_rank":
+        has(rig.router, "CPU", [], rank=1)
+        has(rig.router, "CPU", both, rank=0)
+    else:  # what it stored is still in the pool, for the others
+        has(rig.router, "CPU", second, rank=1)
+    engines[0].close()
+    all_left(rig)
+    rig.client.close()
+    assert rig.daemon.stop() == 0

@@ -26,6 +26,7 @@ COMMANDS = {
     "gc": ("kvtierd.cli.gc", "find and remove what no daemon needs in a tier's storage"),
     "verify": ("kvtierd.cli.verify", "prove every block in a tier's storage"),
     "events": ("kvtierd.cli.events", "watch the event stream"),
+    "replay": ("kvtierd.cli.replay", "replay a request trace through tiers of a given size"),
     "demo": ("kvtierd.cli.demo", "run a small daemon, a workload and a router's view of it"),
     "bench": ("kvtierd.cli.bench", "measure the daemon on this machine"),
     "version": ("kvtierd.cli.version", "print the version"),

@@ -10,6 +10,7 @@ or a tail that is never asked for again leaves first.
 from __future__ import annotations
 
 from itertools import product
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvtierd.core.policies.base import Aging
@@ -28,7 +29,11 @@ _LESSON = 1024
 _RESHELVED = 4
 """Blocks whose age is looked at with every eviction; one that grew into another bucket moves there."""
 
+_COMPARED = 8
 _GHOSTS = 1 << 16
+"""Evicted names that are remembered at least, as long as they are not many times the blocks."""
+
+_last_use = attrgetter("touch")
 
 
 class Auto(Aging):
@@ -98,14 +103,17 @@ class Auto(Aging):
             self._reuse.forget(node.block.id)
 
     def victim(self) -> Node | None:
-        """Return a block of the worst shelf that has any."""
+        """Return a block of the worst shelf that has any: of the first few there, the oldest."""
         self._age()
-        while (shelf := next(filter(None, self._worst_first), None)) is not None:
-            node = shelf[0]
+        while (shelf := self._worst()) is not None:
+            node = min(shelf[:_COMPARED], key=_last_use)
             if self._shelf_of(node) is shelf:
                 return node
             self._reshelve(node)  # it is older than its shelf by now
         return None
+
+    def _worst(self) -> list[Node] | None:
+        return next(filter(None, self._worst_first), None)
 
     def _shelf_of(self, node: Node) -> list[Node]:
         return self._shelves[node.stamp * BUCKETS + age_bucket(self.clock - node.touch)]
@@ -124,6 +132,8 @@ class Auto(Aging):
 
     def _age(self) -> None:
         """Move a few blocks on that outgrew their shelf; the hand goes round over all shelves."""
+        if self._worst() is None:
+            return
         number, at = self._hand
         for _ in range(_RESHELVED):
             shelf = self._shelves[number]

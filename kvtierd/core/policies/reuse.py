@@ -18,11 +18,11 @@ BUCKETS = 96
 """Ages below 2^49, which no block reaches."""
 
 _SAMPLES = 4096
-_HORIZON = 8
+_HORIZON = 16
 """In turnovers of the set: a block that was not asked for in this time counts as never."""
 
 _DECAY = 0.95
-_PRIOR = 8.0
+_PRIOR = 32.0
 """Made-up blocks in each class, spread over all octaves: without evidence the oldest is worth least."""
 
 _HASH_SPAN = 1 << 32
@@ -113,10 +113,16 @@ class ReuseTimes:
         worth = []
         for hits, losses, open_ones in zip(self._hits, self._losses, waiting, strict=True):
             ended = [loss + still for loss, still in zip(losses, open_ones, strict=True)]
-            worth.append(worth_by_age([hit + extra for hit in hits], ended))
+            worth.append(worth_by_age(_smoothed([hit + extra for hit in hits]), _smoothed(ended)))
         self._hits = [[value * _DECAY for value in row] for row in self._hits]
         self._losses = [[value * _DECAY for value in row] for row in self._losses]
         return worth
+
+
+def _smoothed(row: Sequence[float]) -> list[float]:
+    """Share a quarter of each bucket with either neighbour: one long prompt is many blocks of one age."""
+    before, after = [row[0], *row[:-1]], [*row[1:], row[-1]]
+    return [(left + 2 * here + right) / 4 for left, here, right in zip(before, row, after, strict=True)]
 
 
 def _mixed(block_id: BlockId) -> int:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvtierd.core.residency import Node
 
 _MOST_USES = 3
+_PASSED = 2
+"""Uses that end a block's probation well."""
+
 _SECOND_CHANCES = 256
 """In one search for a victim, so that a million used blocks cannot stall it."""
 
@@ -71,7 +74,7 @@ class S3Fifo(Aging):
         """Return the first unused block of the queue whose turn it is; used ones get their second chance."""
         for _ in range(_SECOND_CHANCES):
             node = self._head()
-            if node is None or not node.hits:
+            if node is None or node.hits < (_PASSED if node.shelf is self._small else 1):
                 return node
             self.withdraw(node)
             if node.shelf is self._small:

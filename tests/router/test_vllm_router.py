@@ -6,6 +6,8 @@ extend it.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,15 @@ pytestmark = [pytest.mark.router, pytest.mark.slow, pytest.mark.timeout(240)]
 def audience(name: str, preset: str, **more: Any) -> dict[str, Any]:
     ports = {key: f"tcp://127.0.0.1:{free_port()}" for key in ("bind", "replay")}
     return {"name": name, "preset": preset, **ports, **more}
+
+
+def free_pair() -> int:
+    """Return a loopback port that was free a moment ago, and so was the next."""
+    while True:
+        port = free_port()
+        with socket.socket() as following, contextlib.suppress(OSError):
+            following.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def credit(cpu: int, disk: int) -> int:
@@ -140,7 +151,7 @@ def test_every_dp_rank_has_its_stream_and_shared_blocks_count_for_each(
     make_pod: Callable[..., Any], start_vllm_router: Callable[..., Any]
 ) -> None:
     """L119: the router drops batches of another rank than the endpoint's, and credits ranks apart."""
-    port, replay = free_port(), free_port()
+    port, replay = free_pair(), free_pair()
     ports = {"bind": f"tcp://127.0.0.1:{port}", "replay": f"tcp://127.0.0.1:{replay}"}
     pod = make_pod(audiences=[{"name": "vllm", "preset": "vllm-router", "rank_ports": 2, **ports}])
     assert pod.ends["vllm.1"]["bind"] == f"tcp://127.0.0.1:{port + 1}"

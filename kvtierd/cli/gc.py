@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 from kvtierd.cli.common import table, text
 from kvtierd.cli.main import Subparsers
-from kvtierd.cli.storage import add_storage, opened, refuse_if_alive, tiers
+from kvtierd.cli.storage import add_storage, opened, refuse_if_alive, shortened, tiers
 from kvtierd.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from kvtierd.edges.backends.base import Maintained, StoredNamespace
+
+NAME_WIDTH = 32
+MODEL_WIDTH = 20
+"""Cells, so that a row has at most about 120; ``--json`` gives names in full."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -33,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--keep", metavar="NS", action="append", default=[], help="a namespace to keep (or how it begins)"
     )
-    parser.add_argument("--unused-for", metavar="T", type=_age, help="such as 12h or 30d")
+    parser.add_argument("--unused-for", metavar="T", type=_age, help="such as 30m, 12h or 30d")
     parser.add_argument("--yes", action="store_true", help="remove; without it nothing is changed")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
 
@@ -51,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         storages: dict[str, Maintained] = {}
         for tier in chosen:
-            backend = stack.enter_context(opened(tier))
+            backend = stack.enter_context(opened(tier, by_path=args.path is not None))
             if isinstance(backend, Maintained):
                 storages[tier.name] = backend
             elif not args.json:
@@ -156,12 +160,12 @@ def lines(items: Sequence[Item], *, removed: bool) -> Iterator[str]:
         {
             "tier": item.tier,
             "what": item.what,
-            "name": text(item.name),
-            "model": text(item.model) or "-",
+            "name": _clipped(shortened(text(item.name)), NAME_WIDTH),
+            "model": _clipped(text(item.model), MODEL_WIDTH) or "-",
             "blocks": f"{item.blocks:,}" if item.blocks else "-",
             "bytes": human_size(item.bytes),
             "unused for": _days(item.unused_seconds),
-            "": ("removed" if item.removed else "to be removed") if item.marked else "kept",
+            "decision": ("removed" if item.removed else "to be removed") if item.marked else "kept",
         }
         for item in items
     ]
@@ -176,6 +180,12 @@ def lines(items: Sequence[Item], *, removed: bool) -> Iterator[str]:
         yield "nothing to remove"
 
 
+def _clipped(name: str, width: int) -> str:
+    """Return a name in ``width`` cells; of a longer one the middle is left out."""
+    end = width // 2
+    return name if len(name) <= width else f"{name[: width - end - 1]}…{name[-end:]}"
+
+
 def _days(seconds: float | None) -> str:
     if seconds is None:
         return "-"
@@ -187,9 +197,11 @@ def _days(seconds: float | None) -> str:
 def _age(value: str) -> float:
     from kvtierd.config.units import parse_duration
 
-    if value.endswith("d") and value[:-1].isdigit():
+    if value.endswith("d") and value[:-1].isdigit() and int(value[:-1]):
         return float(value[:-1]) * 86400
-    return parse_duration(value)
-
-
-_age.__name__ = "age"  # argparse names it in its message
+    try:
+        return parse_duration(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"write an age of more than zero with its unit, such as 30m, 12h or 30d (got {value!r})"
+        ) from None

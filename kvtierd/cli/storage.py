@@ -5,16 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtierd.errors import ConfigError, TierError, Unavailable
+from kvtierd.errors import ConfigError, ExitCode, KvtierdError, TierError, Unavailable
 
 if TYPE_CHECKING:
     from kvtierd.config.schema import StorageTier, TierFile
     from kvtierd.edges.backends.base import Backend
     from kvtierd.edges.backends.fs_upkeep import FsUpkeep
+
+_HEX = re.compile(r"[0-9a-f]{24,}")
+_SHOWN_HEX = 12
+"""Digits; as many as anybody needs for ``--keep`` or a search."""
+_BY_PATH = "path"
+
+
+class StorageError(KvtierdError):
+    """Storage that was named by its path cannot be used."""
+
+    exit_code = ExitCode.IO
+
+
+def shortened(name: str) -> str:
+    """Return a name for a row of a table: the hashes in it cut, which ``--json`` gives in full."""
+    return _HEX.sub(lambda found: f"{found.group()[:_SHOWN_HEX]}…", name)
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +54,7 @@ def tiers(args: argparse.Namespace) -> tuple[TierFile | None, list[StorageTier]]
     if args.path is not None:
         if args.tier is not None:
             raise ConfigError("--tier chooses among the tiers of a --config")
-        return None, [FsTier(name="path", path=Path(args.path).absolute(), max_bytes="unlimited")]
+        return None, [FsTier(name=_BY_PATH, path=Path(args.path).absolute(), max_bytes="unlimited")]
     tier_file = load_tier_file(args.config, os.environ).tier_file
     stored = [tier for tier in tier_file.tiers if not isinstance(tier, CpuTier)]
     chosen = [tier for tier in stored if args.tier in (None, tier.name)]
@@ -66,12 +83,26 @@ def refuse_if_alive(tier_file: TierFile | None, names: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def opened(tier: StorageTier) -> Iterator[Backend | FsUpkeep]:
+def opened(tier: StorageTier, *, by_path: bool) -> Iterator[Backend | FsUpkeep]:
     """Open a tier's storage; nothing is made where there is none. A filesystem is looked at without locks.
+
+    ``by_path``: nobody named a tier, so errors name the path.
 
     Raises:
         TierError: it is not there, cannot be used, or somebody uses it.
+        StorageError: the same ``by_path``.
     """
+    try:
+        with _opened(tier) as backend:
+            yield backend
+    except TierError as error:
+        if not by_path:
+            raise
+        raise StorageError(str(error).removeprefix(f"tier {tier.name!r}: ")) from error
+
+
+@contextlib.contextmanager
+def _opened(tier: StorageTier) -> Iterator[Backend | FsUpkeep]:
     from kvtierd.config.schema import FsTier
     from kvtierd.edges.backends.factory import make_backend
     from kvtierd.edges.backends.fs_upkeep import FsUpkeep

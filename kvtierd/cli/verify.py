@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvtierd.cli.common import table, text
 from kvtierd.cli.main import Subparsers
 from kvtierd.cli.progress import Progress
-from kvtierd.cli.storage import add_storage, opened, refuse_if_alive, tiers
+from kvtierd.cli.storage import add_storage, opened, refuse_if_alive, shortened, tiers
 from kvtierd.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from kvtierd.edges.backends.base import Backend
     from kvtierd.edges.backends.fs_upkeep import FsUpkeep
 
+_REASON = re.compile(r"(?P<reason>.+?) \((?P<place>[^()]*/[^()]*)\)")
+"""Of a block that does not say whose it is: what is wrong, and where in the tree it lies."""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command's arguments."""
@@ -27,7 +31,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "verify",
         help="prove every block in a tier's storage",
         description="Read every block in the storage of tiers and prove its header and payload; a daemon may"
-        " use it meanwhile. Exit code 0: all are good, 74: some are corrupt or cannot be read.",
+        " use it meanwhile. Exit code 0: all are good, or with --remove all that were not are out; 74: some"
+        " are corrupt or cannot be read.",
     )
     add_storage(parser)
     parser.add_argument(
@@ -46,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         report = Report(tier.name)
         reports.append(report)
         with (
-            opened(tier) as backend,
+            opened(tier, by_path=args.path is not None) as backend,
             Progress(f"verify {tier.name}", _total(backend)) as progress,
         ):
             bad = _printer(tier.name, as_json=args.json)
@@ -54,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             report.seconds = round(progress.seconds, 3)
     for line in json_lines(reports) if args.json else lines(reports):
         print(line)
-    return ExitCode.IO if any(report.bad for report in reports) else ExitCode.OK
+    return ExitCode.IO if any(report.left for report in reports) else ExitCode.OK
 
 
 @dataclass
@@ -75,6 +80,11 @@ class Report:
         """How many are not good."""
         return self.corrupt + self.unreadable
 
+    @property
+    def left(self) -> int:
+        """How many are not good and still there."""
+        return self.bad - self.removed
+
     def take(self, outcome: Outcome) -> bool:
         """Count one block; say whether it is corrupt."""
         from kvtierd.core.stimuli import Status
@@ -86,7 +96,7 @@ class Report:
         corrupt = outcome.status is Status.CORRUPT
         self.corrupt += corrupt
         self.unreadable += not corrupt
-        reason = outcome.reason or outcome.status.value
+        reason, _ = _reason(outcome)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         return corrupt
 
@@ -143,14 +153,23 @@ def _total(backend: Backend | FsUpkeep) -> int:
 def _printer(tier: str, *, as_json: bool) -> Callable[[Outcome], None]:
     def show(outcome: Outcome) -> None:
         namespace, key = outcome.id
+        reason, place = _reason(outcome)
+        status = outcome.status.value
         if as_json:
             where = {"tier": tier, "namespace": namespace, "hash": key.hash.hex(), "group": key.group}
-            print(json.dumps({**where, "status": outcome.status.value, "reason": outcome.reason}))
+            print(json.dumps({**where, "status": status, "reason": reason, "place": place}))
         else:
-            name = f"{namespace}/{key.hash.hex() or 'unknown'}.{key.group}"
-            print(f"{tier}: {outcome.status.value} {name}: {text(outcome.reason)}")
+            name = place or f"{namespace}/{key.hash.hex() or 'unknown'}.{key.group}"
+            print(f"{tier}: {status} {shortened(text(name))}: {text(reason)}")
 
     return show
+
+
+def _reason(outcome: Outcome) -> tuple[str, str | None]:
+    """Return what is wrong, in words that many blocks share, and the block's place if they carry it."""
+    reason = outcome.reason or outcome.status.value
+    both = _REASON.fullmatch(reason)
+    return (both["reason"], both["place"]) if both and not outcome.id.key.hash else (reason, None)
 
 
 def json_lines(reports: Sequence[Report]) -> Iterator[str]:
@@ -173,5 +192,17 @@ def lines(reports: Sequence[Report]) -> Iterator[str]:
         rate = report.bytes / report.seconds if report.seconds else 0
         rows.append(row | {"bytes": human_size(report.bytes), "per second": human_size(rate)})
     yield from table(rows, right=(*columns, "bytes", "per second"))
+    yield _conclusion(reports)
+
+
+def _conclusion(reports: Sequence[Report]) -> str:
     bad = sum(report.bad for report in reports)
-    yield "every block is good" if not bad else f"{bad} blocks are not good"
+    removed = sum(report.removed for report in reports)
+    if not bad:
+        return "every block is good"
+    blocks, are, were = ("block", "is", "was") if bad == 1 else ("blocks", "are", "were")
+    if not removed:
+        return f"{bad:,} {blocks} {are} not good"
+    if removed == bad:
+        return f"{bad:,} {blocks} {were} not good and {were} taken out"
+    return f"{bad:,} {blocks} {were} not good: {removed:,} taken out, {bad - removed:,} still there"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvtierd.cli.gc import Choice, collect, json_lines, lines, refuse_typos
+from kvtierd.cli.gc import Choice, Item, collect, json_lines, lines, refuse_typos
 from kvtierd.cli.main import main
 from kvtierd.edges.backends.base import Leftover, Maintained, StoredNamespace
 from kvtierd.edges.backends.memory import MemoryBackend
@@ -110,7 +110,17 @@ def test_a_second_run_finds_nothing_to_remove():
 
 def test_people_see_what_would_go_and_how_much_it_is():
     shown = list(lines(collect("disk", Shelf(), Choice((NEW,), None, NOW), remove=False), removed=False))
-    assert shown[0].split() == ["tier", "what", "name", "model", "blocks", "bytes", "unused", "for"]
+    assert shown[0].split() == [
+        "tier",
+        "what",
+        "name",
+        "model",
+        "blocks",
+        "bytes",
+        "unused",
+        "for",
+        "decision",
+    ]
     assert shown[2].split()[2] == "q/\\x1b[2J", "nothing that a terminal takes for a command"
     assert shown[3].endswith("90d         to be removed")
     assert shown[4].endswith("12h         kept")
@@ -146,8 +156,36 @@ def test_a_folder_without_a_tree_is_refused_and_left_as_it_is(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_arguments_are_refused(tmp_path, capsys):
+def test_a_row_fits_a_screen_whatever_the_names_are():
+    """Hashes are cut for people; a program gets them whole."""
+    place = f"quarantine/{'1' * 20}.{OLD}.{'b' * 64}.0"
+    items = [
+        Item("disk", "quarantined", place, "", 0, 4096, None, True, False),
+        Item(
+            "disk", "namespace", OLD, "an-organisation/" + "a-long-name-" * 4 + "70B", 1, 2, 3.0, True, False
+        ),
+    ]
+    shown = list(lines(items, removed=False))
+    assert max(map(len, shown)) <= 120
+    assert f"{OLD[:12]}…" in shown[2]
+    assert "70B " in shown[2]
+    assert json.loads(next(json_lines(items)))["name"] == place
+
+
+def test_a_path_is_named_as_a_path_and_not_as_a_tier(tmp_path, capsys):
+    assert main(["gc", "--path", str(tmp_path)]) == ExitCode.IO
+    assert capsys.readouterr().err == f"kvtierd: there is no kvtierd tree in {tmp_path}\n"
+    assert main(["verify", "--path", str(tmp_path)]) == ExitCode.IO
+    assert "tier" not in capsys.readouterr().err.replace("kvtierd", "").replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("age", ["soon", "0s", "0d", "5"])
+def test_an_age_that_is_none_is_answered_with_the_form_of_one(tmp_path, capsys, age):
+    assert main(["gc", "--path", str(tmp_path), "--unused-for", age]) == ExitCode.USAGE
+    err = capsys.readouterr().err
+    assert f"such as 30m, 12h or 30d (got '{age}')" in err
+
+
+def test_wrong_arguments_are_refused(tmp_path):
     assert main(["gc"]) == ExitCode.USAGE
     assert main(["gc", "--path", str(tmp_path), "--tier", "disk"]) == ExitCode.CONFIG
-    assert main(["gc", "--path", str(tmp_path), "--unused-for", "soon"]) == ExitCode.USAGE
-    assert "argument --unused-for: invalid age value: 'soon'" in capsys.readouterr().err

@@ -10,7 +10,8 @@ import pytest
 from kvtierd.cli import progress as progress_module
 from kvtierd.cli.main import main
 from kvtierd.cli.progress import Progress
-from kvtierd.cli.verify import Report, check, json_lines, lines
+from kvtierd.cli.verify import Report, _printer, check, json_lines, lines
+from kvtierd.core.model import BlockId, BlockKey
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.edges.backends.memory import MemoryBackend
 from kvtierd.errors import ExitCode
@@ -86,6 +87,48 @@ class Checking(MemoryBackend):
 def test_a_backends_own_check_is_used_where_it_has_one():
     report, _ = verified(Checking("disk"))
     assert (report.good, report.corrupt, report.unreadable, report.bytes) == (1, 1, 1, 8192)
+
+
+@pytest.mark.parametrize(
+    ("report", "left", "said"),
+    [
+        (Report("disk", good=3), 0, "every block is good"),
+        (Report("disk", corrupt=1), 1, "1 block is not good"),
+        (Report("disk", corrupt=2, unreadable=1), 3, "3 blocks are not good"),
+        (Report("disk", corrupt=1, removed=1), 0, "1 block was not good and was taken out"),
+        (Report("disk", corrupt=3, removed=3), 0, "3 blocks were not good and were taken out"),
+        (
+            Report("disk", corrupt=2, unreadable=1, removed=2),
+            1,
+            "3 blocks were not good: 2 taken out, 1 still there",
+        ),
+    ],
+)
+def test_the_last_line_says_what_is_left(report, left, said):
+    assert report.left == left
+    assert list(lines([report]))[-1] == said
+
+
+class Nameless(Checking):
+    """Has blocks that do not say whose they are."""
+
+    def verify(self):
+        for number in range(3):
+            reason = f"too short (v1/blocks/{'e' * 32}/packed/7:{number})"
+            yield [Outcome(BlockId("e" * 32, BlockKey(b"")), Status.CORRUPT, reason=reason)]
+
+
+def test_reasons_can_be_counted_and_places_are_told_apart_from_them(capsys):
+    report = Report("disk")
+    with Progress("verify", 0, stream=io.StringIO()) as progress:
+        for as_json in (True, False):
+            check(Nameless("disk"), report, progress, _printer("disk", as_json=as_json), remove=False)
+    assert report.reasons == {"too short": 6}
+    *rows, first, _, _ = capsys.readouterr().out.splitlines()
+    places = [json.loads(row)["place"] for row in rows]
+    assert places == [f"v1/blocks/{'e' * 32}/packed/7:{number}" for number in range(3)]
+    assert {json.loads(row)["reason"] for row in rows} == {"too short"}
+    assert first == f"disk: corrupt v1/blocks/{'e' * 12}…/packed/7:0: too short"
 
 
 def test_the_table_and_the_json_say_the_same():

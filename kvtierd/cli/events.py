@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shutil
+import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvtierd.cli.events_line import HEADER, SHOWN_TOKENS, Message, human_line, json_line
 from kvtierd.cli.events_watch import add_watch, run_watch
 from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ConfigError, ExitCode, RemoteProtocolError, Unavailable
@@ -16,11 +18,10 @@ from kvtierd.errors import ConfigError, ExitCode, RemoteProtocolError, Unavailab
 if TYPE_CHECKING:
     import zmq
 
-    from kvtierd.wire.kvevents import DecodedEvent
-
-SHOWN_TOKENS = 4
 POLL = 0.2
 """Seconds; how soon a timeout is noticed."""
+QUIET = 2.0
+"""Seconds without a line after which a word on stderr says that it is the stream that is silent."""
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 
 
@@ -32,13 +33,43 @@ class Source(NamedTuple):
     topic: str
 
 
-class Message(NamedTuple):
-    """One batch's frames."""
+class Patience:
+    """Watches how long nothing was told: says so once, and after ``timeout`` seconds gives up.
 
-    topic: str
-    number: int
-    payload: bytes
-    replayed: bool
+    Heartbeats are heard but tell nothing; only a batch with events starts the time anew.
+    """
+
+    def __init__(
+        self, endpoint: str, timeout: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._endpoint = endpoint
+        self._timeout = timeout
+        self._clock = clock
+        self._since = clock()
+        self._heard = False
+        self._said = False
+
+    def heard(self, *, events: bool) -> None:
+        """Note a batch, with or without events."""
+        self._heard = True
+        if events:
+            self._since = self._clock()
+            self._said = True
+
+    def check(self) -> None:
+        """Say what there is to say.
+
+        Raises:
+            Unavailable: there was no event for ``timeout`` seconds.
+        """
+        silent = self._clock() - self._since
+        if self._timeout is not None and silent >= self._timeout:
+            what = "event" if self._heard else "message"
+            raise Unavailable(f"no {what} from {self._endpoint} for {self._timeout:g} s")
+        if silent >= QUIET and not self._said:
+            self._said = True
+            so_far = "only heartbeats so far" if self._heard else "nothing yet"
+            print(f"listening on {self._endpoint}; {so_far}", file=sys.stderr, flush=True)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -63,11 +94,16 @@ def add_parser(subparsers: Subparsers) -> None:
     tail.add_argument("--since", metavar="N", type=_number, help="replay from batch N (default 0)")
     tail.add_argument("--count", metavar="N", type=_number, help="stop after N lines")
     tail.add_argument(
-        "--timeout", metavar="S", type=float, help="stop, with code 69, after S seconds of silence"
+        "--timeout",
+        metavar="S",
+        type=float,
+        help="stop, with code 69, after S seconds without an event (heartbeats do not count)",
     )
     tail.add_argument("--json", action="store_true", help="print a JSON object on each line")
     tail.add_argument(
-        "--tokens", action="store_true", help=f"print all token ids, not {SHOWN_TOKENS} a block"
+        "--tokens",
+        action="store_true",
+        help=f"print all token ids, not their number ({SHOWN_TOKENS} a block with --json)",
     )
     tail.add_argument("--empty", action="store_true", help="print batches without events (heartbeats) too")
     add_watch(actions)
@@ -86,18 +122,26 @@ def _tail(args: argparse.Namespace, source: Source) -> int:
 
     from kvtierd.wire.kvevents import decode_batch
 
-    line = _json_line if args.json else _human_line
+    patience = Patience(source.endpoint, args.timeout)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not args.tokens else None
+    if sys.stdout.isatty() and not args.json:
+        print(HEADER[:width])
     printed = 0
-    for message in _messages(source, args.since, args.timeout):
+    for message in _messages(source, args.since, patience):
         try:
             batch = decode_batch(message.payload)
         except MsgspecError as error:
             raise RemoteProtocolError(f"batch {message.number} is no event batch: {error}") from error
+        patience.heard(events=bool(batch.events))
         rank = batch.data_parallel_rank
         for event in batch.events or ((None,) if args.empty else ()):
             if args.count is not None and printed >= args.count:
                 return ExitCode.OK
-            print(line(message, batch.ts, rank, event, tokens=args.tokens), flush=True)
+            if args.json:
+                line = json_line(message, batch.ts, rank, event, tokens=args.tokens)
+            else:
+                line = human_line(message, batch.ts, rank, event, tokens=args.tokens, width=width)
+            print(line, flush=True)
             printed += 1
         if args.count is not None and printed >= args.count:
             return ExitCode.OK
@@ -138,11 +182,11 @@ def connectable(endpoint: str) -> str:
     return endpoint
 
 
-def _messages(source: Source, since: int | None, timeout: float | None) -> Iterator[Message]:
+def _messages(source: Source, since: int | None, patience: Patience) -> Iterator[Message]:
     """Yield what is replayed, then what is live, each batch once.
 
     Raises:
-        Unavailable: nothing came for ``timeout`` seconds.
+        Unavailable: ``patience`` is at its end.
     """
     import zmq
 
@@ -152,11 +196,11 @@ def _messages(source: Source, since: int | None, timeout: float | None) -> Itera
         sub.setsockopt_string(zmq.SUBSCRIBE, source.topic)
         seen = -1
         if source.replay is not None:
-            for message in _replay(context, source.replay, since or 0, timeout):
+            for message in _replay(context, source.replay, since or 0, patience):
                 seen = message.number
                 yield message
         while True:
-            frames = _receive(sub, timeout, source.endpoint)
+            frames = _receive(sub, patience)
             if len(frames) != 3 or len(frames[1]) != 8:
                 raise RemoteProtocolError(f"{source.endpoint}: expected topic, number and payload")
             topic, number = frames[0].decode(errors="replace"), int.from_bytes(frames[1], "big")
@@ -167,7 +211,7 @@ def _messages(source: Source, since: int | None, timeout: float | None) -> Itera
 
 
 def _replay(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, timeout: float | None
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, patience: Patience
 ) -> Iterator[Message]:
     import zmq
 
@@ -177,7 +221,7 @@ def _replay(
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.send_multipart([b"", encode_sequence(start)])
         while True:
-            frames = _receive(dealer, timeout, endpoint)
+            frames = _receive(dealer, patience)
             if len(frames) < 3 or len(frames[-2]) != 8:
                 raise RemoteProtocolError(f"{endpoint}: not a replay's reply")
             if frames[-2] == END:
@@ -197,81 +241,11 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) 
     return socket
 
 
-def _receive(socket: zmq.Socket[bytes], timeout: float | None, endpoint: str) -> list[bytes]:
-    deadline = None if timeout is None else time.monotonic() + timeout
+def _receive(socket: zmq.Socket[bytes], patience: Patience) -> list[bytes]:
+    patience.check()
     while not socket.poll(int(POLL * 1000)):
-        if deadline is not None and time.monotonic() >= deadline:
-            raise Unavailable(f"no message from {endpoint} for {timeout:g} s")
+        patience.check()
     return socket.recv_multipart()
-
-
-def _fields(event: DecodedEvent, *, tokens: bool) -> dict[str, Any]:
-    """Return an event as plain JSON values; hashes that are bytes as hex, tokens shortened with a count."""
-    import msgspec
-
-    fields: dict[str, Any] = _plain(msgspec.to_builtins(event, builtin_types=(bytes,)))
-    count = len(fields.get("token_ids", ()))
-    if count > SHOWN_TOKENS and not tokens:
-        fields["token_ids"] = fields["token_ids"][:SHOWN_TOKENS]
-        fields["token_count"] = count
-    return fields
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value
-
-
-def _json_line(
-    message: Message, ts: float, rank: int | None, event: DecodedEvent | None, *, tokens: bool
-) -> str:
-    head = {
-        "seq": message.number,
-        "ts": ts,
-        "topic": message.topic,
-        "replayed": message.replayed,
-        "dp_rank": rank,
-    }
-    return json.dumps({**head, "event": event and _fields(event, tokens=tokens)})
-
-
-def _human_line(
-    message: Message, ts: float, rank: int | None, event: DecodedEvent | None, *, tokens: bool
-) -> str:
-    clock = time.strftime("%H:%M:%S", time.localtime(ts)) + f".{int(ts % 1 * 1000):03d}"
-    head = f"{message.number:>8} {clock} {'replay' if message.replayed else 'live':<6} dp={_or_dash(rank)}"
-    if event is None:
-        return f"{head} (empty)"
-    fields = _fields(event, tokens=tokens)
-    name = fields.pop("type")
-    where = " ".join(filter(None, (fields.pop("medium", None), fields.pop("locality", None))))
-    hashes = ",".join(_hash(value) for value in fields.pop("block_hashes", ()))
-    details = [f"{key}={_detail(key, value)}" for key, value in fields.items() if value not in (None, [])]
-    if "token_count" in fields:
-        details = [text for text in details if not text.startswith("token_count=")]
-        details = [f"{t} …({fields['token_count']})" if t.startswith("token_ids=") else t for t in details]
-    return " ".join(filter(None, (head, f"{name:<12}", f"{where or '-':<8}", hashes, *details)))
-
-
-def _detail(key: str, value: Any) -> str:
-    if key == "parent_block_hash":
-        return _hash(value)
-    if key == "token_ids":
-        return ",".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _hash(value: int | str) -> str:
-    return f"{value:016x}" if isinstance(value, int) and value >= 0 else str(value)
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _number(text: str) -> int:

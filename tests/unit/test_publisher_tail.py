@@ -8,7 +8,10 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
+from kvtierd.cli.events import Patience
+from kvtierd.cli.events_line import HEADER, Message, human_line
 from kvtierd.cli.main import main
+from kvtierd.testing.clock import ManualClock
 from kvtierd.wire.kvevents import BlockRemoved, BlockStored, Form, encode_batch
 from kvtierd.wire.stream import END, encode_sequence
 
@@ -81,10 +84,67 @@ def test_human_lines_name_the_tier_and_shorten_tokens(capsys):
     with stream([STORED], [REMOVED]) as (pub, router):
         assert main(["events", "tail", "--endpoint", pub, "--replay", router, "--count", "2"]) == 0
     stored, removed = capsys.readouterr().out.splitlines()
-    assert "BlockStored  STORAGE LOCAL f100000000000001 parent_block_hash=f100000000000000" in stored
-    assert "token_ids=11,12,13,14 …(6)" in stored
-    assert stored.split()[0] == "0"
-    assert "dp=3 BlockRemoved CPU" in removed
+    assert stored[:10] == "       0r "
+    assert stored.endswith("  3 BlockStored  STORAGE LOCAL f100000000000001 6 tokens parent=f100000000000000")
+    assert removed.endswith("  3 BlockRemoved CPU           abababababababab…")
+    assert removed.index("CPU") == stored.index("STORAGE") == HEADER.index("where")
+
+
+def message(number=12, *, replayed=False):
+    return Message("", number, b"", replayed)
+
+
+def test_a_row_says_nothing_of_placeholders_and_of_the_only_group():
+    placeholder = BlockStored((H,), None, (), 0, None, "CPU", None, group_idx=0)
+    assert human_line(message(), 0.5, 0, placeholder, tokens=False).endswith("CPU           f100000000000000")
+    other = BlockStored((H,), None, (), 0, 7, "CPU", "adapter", group_idx=2)
+    row = human_line(message(), 0.5, 0, other, tokens=False)
+    assert "group_idx=2" in row
+    assert "lora_id=7 " in row
+
+
+def test_a_row_fits_the_terminal():
+    row = human_line(message(replayed=True), 0.5, 0, STORED, tokens=False, width=80)
+    assert len(row) == 80
+    assert "STORAGE LOCAL f100000000000001 6 tok" in row
+    assert len(HEADER) <= 80
+
+
+def test_a_terminal_gets_a_header(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with stream([STORED]) as (pub, router):
+        assert main(["events", "tail", "--endpoint", pub, "--replay", router, "--count", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == HEADER
+
+
+def test_a_silent_stream_is_said_to_be_one_once(capsys):
+    clock = ManualClock()
+    patience = Patience("tcp://x:1", None, clock)
+    patience.check()
+    assert capsys.readouterr() == ("", "")
+    for _ in range(3):
+        clock.advance(2.0)
+        patience.check()
+    assert capsys.readouterr() == ("", "listening on tcp://x:1; nothing yet\n")
+    beating = Patience("tcp://x:1", None, clock)
+    beating.heard(events=False)
+    clock.advance(2.0)
+    beating.check()
+    assert capsys.readouterr().err == "listening on tcp://x:1; only heartbeats so far\n"
+    spoken = Patience("tcp://x:1", None, clock)
+    spoken.heard(events=True)
+    clock.advance(60.0)
+    spoken.check()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("empty", [[], ["--empty"]])
+def test_heartbeats_do_not_hold_off_the_timeout(capsys, empty):
+    with stream([]) as (pub, _):
+        assert main(["events", "tail", "--endpoint", pub, "--timeout", "0.3", *empty]) == 69
+    captured = capsys.readouterr()
+    assert f"no event from {pub} for 0.3 s" in captured.err
+    assert bool(captured.out) is bool(empty)
 
 
 def test_all_tokens_on_demand_and_heartbeats_too(capsys):
@@ -92,7 +152,7 @@ def test_all_tokens_on_demand_and_heartbeats_too(capsys):
         arguments = ["--endpoint", pub, "--replay", router, "--count", "2", "--tokens", "--empty"]
         assert main(["events", "tail", *arguments]) == 0
     stored, empty = capsys.readouterr().out.splitlines()
-    assert "token_ids=11,12,13,14,15,16 " in stored
+    assert stored.endswith("token_ids=11,12,13,14,15,16")
     assert empty.endswith("(empty)")
 
 
@@ -106,7 +166,7 @@ def test_endpoints_come_from_the_tier_file(tmp_path, capsys):
         assert main(["events", "tail", "--config", str(config), "--since", "0", "--count", "1"]) == 0
         assert main(["events", "tail", "--config", str(config), "--audience", "b"]) == 78
     captured = capsys.readouterr()
-    assert "replay dp=3 BlockStored" in captured.out
+    assert "  3 BlockStored " in captured.out
     assert "no audience 'b'; there are: a" in captured.err
 
 

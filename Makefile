@@ -12,6 +12,7 @@ LIMITS := tests/requirements/constraints.txt
 
 help:
 	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
+	@echo "             (options in ARGS, such as ARGS=\"--json\")"
 	@echo "make test    set up everything and run every check and test (a real engine and router included)"
 	@echo "make lint    ruff, mypy, import contracts, spelling"
 	@echo "make unit    the tests that need no other program (half a minute)"
@@ -52,7 +53,7 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 	@touch $@
 
 demo: $(VENV)/$(STAMP)-run
-	$(BIN)/kvtierd demo
+	@$(BIN)/kvtierd demo $(ARGS)
 
 lint: $(VENV)/$(STAMP)-test
 	$(BIN)/ruff check .

@@ -254,8 +254,8 @@ def find_faults(tally: Tally, tiers: list[Difference]) -> Iterator[str]:
 
 
 def comparison(tiers: list[Difference], ink: Ink) -> list[str]:
-    """Return the closing table: the router's view beside the daemon's inventory."""
-    lines = [f"  {'in the end':<10}  {'a router knows':>16}{'the daemon holds':>19}{'evicted':>10}"]
+    """Return the closing table, in blocks: the router's view beside the daemon's inventory."""
+    lines = [f"  {'blocks':<10}  {'a router knows':>16}{'the daemon holds':>19}{'evicted':>10}"]
     for tier in tiers:
         verdict = ink("good", "equal") if tier.equal else ink("bad", "DIFFERENT")
         name = ink(tier.tier, f"{tier.tier:<10}")
@@ -263,11 +263,23 @@ def comparison(tiers: list[Difference], ink: Ink) -> list[str]:
     return [*lines, ""]
 
 
+def conclusion(summary: dict[str, Any], ink: Ink) -> str:
+    """Return the last line: what was proved, or all that failed."""
+    if summary["faults"]:
+        return f"{ink('bad', 'FAILED')}: {'; '.join(summary['faults'])}"
+    verified = human_bytes(summary["bytes"]["verified"])
+    return (
+        f"{ink('good', 'OK')}: {verified} loaded, every byte right; "
+        "a router knows exactly what the daemon holds"
+    )
+
+
 def play(args: argparse.Namespace, folder: Path) -> int:
     """Run the demo on a folder and print it; returns the exit code.
 
     Raises:
         Unavailable: the daemon did not start or went away.
+        KeyboardInterrupt: the user's; the last picture stays.
     """
     ink = Ink.for_stream(sys.stdout)
     draws = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -276,16 +288,22 @@ def play(args: argparse.Namespace, folder: Path) -> int:
         daemon = stack.enter_context(LocalDaemon(folder, pool_bytes=POOL_BYTES, disk_bytes=DISK_BYTES))
         client = stack.enter_context(Client(daemon.socket, deadline=5.0))
         show = stack.enter_context(contextlib.closing(Show(args, daemon, client)))
-        with view:
-            show.play(view)
-        tiers = show.settle()
+        try:
+            with view:
+                show.play(view)
+            tiers = show.settle()
+        except KeyboardInterrupt:
+            view.keep(show.frame())
+            if not args.json:
+                print("interrupted")
+            raise
         client.close()
         summary = show.summary(tiers, daemon.stop())
         if args.json:
             print(json.dumps(summary))
+            for fault in summary["faults"]:
+                print(f"kvtierd demo: {fault}", file=sys.stderr)
         else:
             view.keep(show.frame())
-            print("\n".join(comparison(tiers, ink)))
-        for fault in summary["faults"]:
-            print(f"kvtierd demo: {fault}", file=sys.stderr)
+            print("\n".join((*comparison(tiers, ink), conclusion(summary, ink))))
         return ExitCode.OK if summary["ok"] else ExitCode.GENERIC

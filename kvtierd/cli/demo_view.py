@@ -28,6 +28,10 @@ _OTHER_TIER = "35"
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _SPARKS = "▁▂▃▄▅▆▇█"
+NAME = 12
+MIN_BAR = 8
+MAX_BAR = 46
+"""Cells: of the names on the left with their margin, and of bars."""
 _REDRAW_SECONDS = 0.125
 _PLAIN_SECONDS = 2.0
 
@@ -121,16 +125,19 @@ def stacked(parts: Sequence[tuple[str, int]], width: int, ink: Ink) -> str:
 
 
 def picture(frame: Frame, width: int, ink: Ink) -> list[str]:
-    """Return the lines of a frame, none wider than ``width`` cells."""
-    cells = max(8, min(46, width - 46))
+    """Return the lines of a frame, none wider than ``width`` cells; bars give way before words do."""
+    rooms = [_room(gauge) for gauge in frame.gauges]
+    counts = f"{frame.done} of {frame.total}  {frame.elapsed:.1f} s"
+    widest = max(map(len, (*rooms, *(rate.text for rate in frame.rates), counts)))
+    cells = max(MIN_BAR, min(MAX_BAR, width - NAME - len("  ") - widest))
     lines = [
         "",
         f"  {ink('strong', 'kvtierd demo')}  {ink('dim', frame.title)}",
         "",
-        *(_gauge_line(gauge, cells, ink) for gauge in frame.gauges),
+        *(_gauge_line(*pair, cells, ink) for pair in zip(frame.gauges, rooms, strict=True)),
         "",
         f"  {'served':<10}{stacked(frame.served, cells, ink)}",
-        f"  {'':<10}" + "   ".join(f"{ink(n, n)} {share:4.0%}" for n, share in _shares(frame.served)),
+        f"  {'':<10}" + "   ".join(f"{ink(n, n)} {share:>3}%" for n, share in shares(frame.served)),
         "",
         *(
             f"  {rate.name:<10}{ink('dim', sparkline(rate.course, cells))}  {rate.text}"
@@ -146,25 +153,37 @@ def picture(frame: Frame, width: int, ink: Ink) -> list[str]:
 
 
 def plain_line(frame: Frame) -> str:
-    """Return a frame as one line for a log."""
-    tiers = ", ".join(f"{gauge.name} {gauge.blocks} blocks" for gauge in frame.gauges)
-    served = ", ".join(f"{share:.0%} {name}" for name, share in _shares(frame.served))
-    rates = ", ".join(f"{rate.name} {rate.text}" for rate in frame.rates)
+    """Return a frame as one line for a log, of about 100 characters."""
+    tiers = ", ".join(f"{gauge.name} {gauge.blocks}" for gauge in frame.gauges)
+    served = ", ".join(f"{share}% {name}" for name, share in shares(frame.served))
+    rates = ", ".join(f"{rate.name} {rate.text}" for rate in frame.rates if rate.name == "load")
     return (
-        f"{frame.elapsed:5.1f} s  {frame.done:>4} of {frame.total} requests | {tiers} | "
-        f"served {served} | {rates}"
+        f"{frame.elapsed:5.1f} s  {frame.done:>4} of {frame.total} requests | {tiers} blocks | "
+        f"{served} | {rates}"
     )
 
 
-def _gauge_line(gauge: Gauge, cells: int, ink: Ink) -> str:
+def shares(served: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return each part in whole percent; together they are 100 (largest remainders), or 0 of nothing."""
+    total = sum(count for _, count in served)
+    if not total:
+        return [(name, 0) for name, _ in served]
+    percent = [count * 100 // total for _, count in served]
+    by_remainder = sorted(range(len(served)), key=lambda at: -(served[at][1] * 100 % total))
+    for at in by_remainder[: 100 - sum(percent)]:
+        percent[at] += 1
+    return [(name, share) for (name, _), share in zip(served, percent, strict=True)]
+
+
+def _room(gauge: Gauge) -> str:
+    used, capacity = human_bytes(gauge.used_bytes), human_bytes(gauge.capacity_bytes)
+    return f"{gauge.blocks:>5} blocks  {used} of {capacity}  {gauge.label}"
+
+
+def _gauge_line(gauge: Gauge, room: str, cells: int, ink: Ink) -> str:
     filled = ink(gauge.name, bar(gauge.used_bytes / gauge.capacity_bytes, cells))
-    room = f"{human_bytes(gauge.used_bytes)} of {human_bytes(gauge.capacity_bytes)}"
-    return f"  {gauge.name:<10}{filled}  {gauge.blocks:>5} blocks  {ink('dim', f'{room}  {gauge.label}')}"
-
-
-def _shares(served: Sequence[tuple[str, int]]) -> list[tuple[str, float]]:
-    total = sum(count for _, count in served) or 1
-    return [(name, count / total) for name, count in served]
+    blocks = len(f"{gauge.blocks:>5} blocks")
+    return f"  {gauge.name:<10}{filled}  {room[:blocks]}{ink('dim', room[blocks:])}"
 
 
 def _verdict(frame: Frame, ink: Ink) -> str:

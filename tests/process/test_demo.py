@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -75,7 +76,12 @@ def test_piped_it_prints_plain_lines(environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stdout.count("equal") == 2
-    assert "240 of 240 requests" in done.stdout
+    *progress, last = done.stdout.splitlines()
+    assert any("240 of 240 requests" in line for line in progress)
+    assert max(map(len, progress)) <= 110
+    assert re.fullmatch(
+        r"OK: [0-9.]+ MiB loaded, every byte right; a router knows exactly what the daemon holds", last
+    )
 
 
 def test_a_run_that_proves_nothing_fails_and_says_why(environment: dict[str, str]) -> None:
@@ -92,6 +98,19 @@ def test_a_run_that_proves_nothing_fails_and_says_why(environment: dict[str, str
     assert not json.loads(done.stdout)["ok"]
 
 
+def test_what_failed_is_the_last_line(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        command("--seconds", "0", "--requests", "2"),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[-1].startswith("FAILED: cpu: ")
+
+
 def test_ended_by_a_signal_it_leaves_no_daemon_and_no_files(environment: dict[str, str]) -> None:
     demo = subprocess.Popen(
         command("--seconds", "60"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -100,11 +119,13 @@ def test_ended_by_a_signal_it_leaves_no_daemon_and_no_files(environment: dict[st
         assert demo.stdout is not None
         assert b"requests" in demo.stdout.readline()
         demo.send_signal(signal.SIGTERM)
-        _, errors = demo.communicate(timeout=30)
+        rest, errors = demo.communicate(timeout=30)
     finally:
         demo.kill()
     assert demo.returncode == 130
     assert errors == b""
+    assert rest.splitlines()[-1] == b"interrupted"
+    assert b" of 600 requests" in rest.splitlines()[-2]
     assert left_behind(environment) == []
 
 
@@ -127,3 +148,4 @@ def test_on_a_terminal_it_draws_and_gives_the_screen_back(environment: dict[str,
     assert drawn.count(b"\x1b[?1049h") == drawn.count(b"\x1b[?1049l") == 1
     assert b"\x1b[36m" in drawn
     assert drawn.rfind(b"a router knows") > drawn.rfind(b"\x1b[?1049l")
+    assert b"every byte right; a router knows exactly" in drawn.splitlines()[-1]

@@ -18,6 +18,7 @@ from kvtierd.cli.demo_view import (
     human_bytes,
     picture,
     plain_line,
+    shares,
     sparkline,
     stacked,
 )
@@ -49,6 +50,41 @@ def test_no_line_is_wider_than_the_terminal(width: int, colour: bool) -> None:
     assert max(len(visible(line)) for line in lines) <= width
     for line in lines:
         assert line.count("\x1b[0m") * 2 == line.count("\x1b["), "a colour that is never ended"
+
+
+def test_at_eighty_cells_the_bars_give_way_and_no_word_is_cut() -> None:
+    gauges = (
+        Gauge("cpu", 384, 24 << 20, 24 << 20, "CPU"),
+        Gauge("disk", 98304, 1023 << 20, 1023 << 20, "STORAGE LOCAL"),
+    )
+    lines = picture(frame(gauges=gauges), 80, Ink(enabled=False))
+    assert next(line for line in lines if "disk" in line).endswith("1023.0 MiB of 1023.0 MiB  STORAGE LOCAL")
+    assert lines[-2].endswith("300 of 600  6.0 s")
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (0, 0, 7), (1, 2, 997), (333, 333, 334), (5, 1, 0)])
+def test_percentages_sum_to_a_hundred(counts: tuple[int, ...]) -> None:
+    parts = shares(tuple(zip(("cpu", "disk", "computed"), counts, strict=True)))
+    assert sum(share for _, share in parts) == 100
+    assert all(
+        abs(share - count * 100 / sum(counts)) < 1 for (_, share), count in zip(parts, counts, strict=True)
+    )
+
+
+def test_nothing_served_is_nothing_of_everything() -> None:
+    assert shares((("cpu", 0), ("computed", 0))) == [("cpu", 0), ("computed", 0)]
+
+
+def test_a_logs_line_is_of_readable_length() -> None:
+    busy = frame(
+        elapsed=119.9,
+        rates=(
+            Rate("load", "1023.9 MiB/s", ()),
+            Rate("store", "1023.9 MiB/s", ()),
+            Rate("events", "9,999 /s", ()),
+        ),
+    )
+    assert len(plain_line(busy)) <= 110
 
 
 def test_the_picture_is_the_same_with_and_without_colour() -> None:
@@ -102,6 +138,6 @@ def test_a_pipe_gets_a_line_every_two_seconds_and_json_none() -> None:
         view.show(frame(), 2.0)
         assert not view.due(3.9)
     assert out.getvalue() == plain_line(frame()) + "\n"
-    assert "cpu 96 blocks, disk 1008 blocks" in out.getvalue()
+    assert "cpu 96, disk 1008 blocks" in out.getvalue()
     with SilentView(out) as silent:
         assert not silent.due(1e9)

@@ -4,24 +4,30 @@ The model is the rig's memory and storage: which bytes lie where. A load that wa
 bytes in every slot, although engines die, copy late, time out and are reset, and tiers fail and restart.
 """
 
-from collections import OrderedDict
+import itertools
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtierd.core.effects import Loaded, Prepared
+from kvtierd.core.effects import Attached, Loaded, Prepared, Refused
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.invariants import validate
-from kvtierd.core.model import Block, BlockId
+from kvtierd.core.model import Block, BlockId, Group, Layout
 from kvtierd.core.stimuli import (
     Abort,
     Acknowledge,
+    Attach,
+    Commit,
+    Fail,
     Found,
     FoundBlock,
+    Goodbye,
     Load,
+    PrepareStore,
     ProcessDied,
     Release,
+    Role,
     SessionClosed,
     Stalled,
     Status,
@@ -39,6 +45,14 @@ lengths = st.integers(1, 5)
 faults = st.sampled_from(
     [Status.OK, Status.OK, Status.OK, Status.FAILED, Status.CORRUPT, Status.GONE, Status.FULL]
 )
+
+
+OTHER = Layout(
+    model="other", dtype="x", layout="x", groups=(Group(tokens_per_block=4, block_bytes=2 * UNIT),)
+)
+"""Another tenant's layout, with slots of twice the size; its blocks have numbers from 100 on."""
+
+OTHER_SESSION, WORKER_SESSION = 1000, 2000
 
 
 class Wire:
@@ -75,8 +89,13 @@ class LadderMachine(RuleBasedStateMachine):
         self.jobs: list[Prepared] = []
         self.leases: list[int] = []
         self.loads: list[int] = []
-        self.zombies: list[Prepared] = []
-        """Jobs that were revoked while their process may still be copying."""
+        self.zombies: list[tuple[Prepared, set[bytes]]] = []
+        """Jobs that were revoked, and the processes that may still be copying for them."""
+        self.worker: bytes | None = None
+        """The process of the engine's worker session: its own, or the scheduler's."""
+        self.other = 0
+        """The other tenant's session; 0: not attached."""
+        self.sessions = itertools.count(1)
 
     @initialize(
         slots=st.integers(2, 12),
@@ -157,6 +176,102 @@ class LadderMachine(RuleBasedStateMachine):
     def touch(self, chain, length):
         self.rig.ask(Touch, keys=tuple(map(key, chain[:length] * 2)))
 
+    # -- the engine's worker ------------------------------------------------------------------------
+
+    @precondition(lambda self: self.worker is None)
+    @rule(process=st.sampled_from([b"p0", b"w0"]))
+    def attach_worker(self, process):
+        self.worker, self.worker_session = process, WORKER_SESSION + next(self.sessions)
+        self.rig.ask(
+            Attach,
+            session=self.worker_session,
+            layout=LAYOUT,
+            engine_id="e0",
+            process=process,
+            role=Role.WORKER,
+        )
+
+    @precondition(lambda self: self.worker)
+    @rule(how=st.sampled_from(["goodbye", "closed", "died"]))
+    def lose_the_worker(self, how):
+        alone = self.worker != b"p0"
+        if how == "goodbye":
+            self.rig.ask(Goodbye, session=self.worker_session)
+        else:
+            self.rig.feed(SessionClosed(self.worker_session))
+        if how == "died" and alone:
+            self.rig.feed(ProcessDied(self.worker))
+        if how != "closed" and alone:
+            self.spoken(self.worker)
+        self.worker = None
+
+    @precondition(lambda self: self.worker and self.jobs)
+    @rule()
+    def worker_fails(self):
+        job = self.jobs[-1]
+        self.rig.ask(Fail, session=self.worker_session, job=job.job, keys=job.keys[-1:])
+
+    @precondition(lambda self: self.worker)
+    @rule(number=st.integers(1, 20))
+    def worker_releases_what_is_not_its_own(self, number):
+        self.rig.ask(Release, session=self.worker_session, lease=number)
+
+    @precondition(lambda self: self.worker)
+    @rule()
+    def worker_acknowledges(self):
+        self.rig.ask(Acknowledge, session=self.worker_session, fence=self.rig.ladder.sessions.fence)
+        self.spoken(self.worker)
+
+    def spoken(self, process):
+        """A process says, or shows by its death, that it copies nothing that was revoked."""
+        self.zombies = [(job, left) for job, who in self.zombies if (left := who - {process})]
+
+    # -- another tenant -----------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.other)
+    @rule()
+    def other_attaches(self):
+        session = OTHER_SESSION + next(self.sessions)
+        number = self.rig.ask(Attach, session=session, layout=OTHER, engine_id="e1", process=b"q")
+        answer = self.rig.answers[number]
+        assert isinstance(answer, Attached | Refused)
+        self.other = session if isinstance(answer, Attached) else 0
+
+    @precondition(lambda self: self.other)
+    @rule(first=st.integers(100, 110), length=st.integers(1, 4), commit=st.booleans())
+    def other_stores(self, first, length, commit):
+        keys = tuple(key(n) for n in range(first, first + length))
+        job = self.rig.answers[self.rig.ask(PrepareStore, session=self.other, keys=keys)]
+        for block_key, slot in zip(job.keys, job.slots, strict=True):
+            self.rig.memory[slot] = BlockId(OTHER.namespace(), block_key)
+            self.rig.memory[slot + 1] = "the other half"
+        if commit:
+            fields = {"job": job.job, "generation": job.generation, "pool_id": job.pool_id}
+            self.rig.ask(Commit, session=self.other, **fields)
+
+    @precondition(lambda self: self.other)
+    @rule(first=st.integers(100, 110), length=st.integers(1, 4))
+    def other_loads(self, first, length):
+        keys = tuple(key(n) for n in range(first, first + length))
+        number = self.rig.ask(Load, session=self.other, keys=keys)
+        got = self.rig.answers[number]
+        for block_key, slot in zip(got.keys, got.slots, strict=True):
+            assert self.rig.memory[slot] == BlockId(OTHER.namespace(), block_key)
+
+    @precondition(lambda self: self.other)
+    @rule(how=st.sampled_from(["goodbye", "closed", "died"]))
+    def other_leaves(self, how):
+        """Its share of the pool can be taken by the first tenant from now on."""
+        if how == "goodbye":
+            self.rig.ask(Goodbye, session=self.other)
+        else:
+            self.rig.feed(SessionClosed(self.other))
+        if how == "died":
+            self.rig.feed(ProcessDied(b"q"))
+        self.other = 0
+
+    # -- removal ------------------------------------------------------------------------------------
+
     @rule(chain=chains, length=lengths, tiers=st.sampled_from([None, ("cpu",), ("disk",), ("lake",)]))
     def evict(self, chain, length, tiers):
         self.rig.evict(*chain[:length], *chain[:1], tiers=tiers)
@@ -167,12 +282,14 @@ class LadderMachine(RuleBasedStateMachine):
 
     # -- trouble ------------------------------------------------------------------------------------
 
-    @rule(status=faults)
-    def fault(self, status):
+    @rule(status=faults, sick=st.sampled_from(["disk", "lake"]), deletes=st.booleans())
+    def fault(self, status, sick, deletes):
         def judge(op, tier, block_id):
-            if tier != "disk" or (op == "write") != (status is Status.FULL):
+            if tier != sick:
                 return Status.OK
-            return status if op != "delete" else Status.OK
+            if op == "delete":
+                return Status.FAILED if deletes else Status.OK
+            return status if (op == "write") == (status is Status.FULL) else Status.OK
 
         self.rig.judge = judge
 
@@ -211,33 +328,41 @@ class LadderMachine(RuleBasedStateMachine):
         self.rig.advance(seconds)
         self.bury([number for number in before if number not in self.rig.ladder.sessions.jobs])
 
-    @rule(died=st.booleans())
-    def lose_the_session(self, died):
-        """The connection breaks; the process dies with it, or lives on and copies late."""
+    @rule(how=st.sampled_from(["goodbye", "closed", "died"]))
+    def lose_the_session(self, how):
+        """The connection breaks; the process dies with it, lives on and copies late, or says goodbye."""
         numbers = [job.job for job in self.jobs]
-        self.rig.feed(SessionClosed(self.rig.session))
+        if how == "goodbye":
+            self.rig.ask(Goodbye)
+        else:
+            self.rig.feed(SessionClosed(self.rig.session))
         self.leases.clear()
         self.loads.clear()
         self.bury(numbers)
-        if died:
+        if how == "died":
+            if self.worker == b"p0":
+                self.rig.feed(SessionClosed(self.worker_session))
+                self.worker = None
             self.rig.feed(ProcessDied(b"p0"))
-            self.zombies.clear()
+        if how == "died" or (how == "goodbye" and self.worker != b"p0"):
+            self.spoken(b"p0")
         self.rig.session = self.rig.attach()
 
     def bury(self, numbers):
-        self.zombies += [job for job in self.jobs if job.job in numbers]
+        copying = {b"p0", self.worker or b"p0"}
+        self.zombies += [(job, copying) for job in self.jobs if job.job in numbers]
         self.jobs = [job for job in self.jobs if job.job not in numbers]
 
     @precondition(lambda self: self.zombies)
     @rule()
     def late_copy(self):
         """A revoked job's process writes into its slots; nobody else may be hurt."""
-        for slot in self.zombies[-1].slots:
+        for slot in self.zombies[-1][0].slots:
             self.rig.memory[slot] = "written by a zombie"
 
     @rule()
     def acknowledge(self):
-        self.zombies.clear()
+        self.spoken(b"p0")
         self.rig.ask(Acknowledge, fence=self.rig.ladder.sessions.fence)
 
     @rule()
@@ -250,12 +375,13 @@ class LadderMachine(RuleBasedStateMachine):
         self.published = 0
         self.rig.storage = old.storage
         for spec in self.specs:
-            blocks = [FoundBlock(block, UNIT) for block in old.storage[spec.name].values()]
+            blocks = [FoundBlock(block, block.payload_bytes) for block in old.storage[spec.name].values()]
             half = len(blocks) // 2
             self.rig.feed(Found(spec.name, blocks[half:]))
             self.rig.feed(Found(spec.name, blocks[:half], last=True))
         for leftovers in (self.jobs, self.leases, self.loads, self.zombies):
             leftovers.clear()
+        self.worker, self.other = None, 0
 
     # -- what must hold -----------------------------------------------------------------------------
 
@@ -265,7 +391,7 @@ class LadderMachine(RuleBasedStateMachine):
             return
         self.collect()
         validate(self.rig.ladder)
-        assert self.rig.folded() == self.rig.inventory()
+        assert self.rig.folded() == self.inventory()
         self.wire.publish(self.rig.events[self.published :])
         self.published = len(self.rig.events)
         assert self.wire.live.resident == self.truth()
@@ -273,7 +399,14 @@ class LadderMachine(RuleBasedStateMachine):
             self.quiet()
 
     def truth(self):
-        return residencies(self.rig.ladder.inventory.entries(self.rig.layout.namespace()))
+        return residencies(self.entries())
+
+    def entries(self):
+        pages = self.rig.ladder.inventory
+        return [entry for layout in (LAYOUT, OTHER) for entry in pages.entries(layout.namespace())]
+
+    def inventory(self):
+        return {(entry.tier, entry.key) for entry in self.entries()}
 
     @rule()
     def join_late(self):
@@ -282,7 +415,7 @@ class LadderMachine(RuleBasedStateMachine):
 
     def quiet(self):
         rig = self.rig
-        inventory = rig.inventory()
+        inventory = self.inventory()
         for spec in self.specs:
             stored = {block_id.key for block_id in rig.storage[spec.name]}
             listed = {entry for tier, entry in inventory if tier == spec.name}
@@ -294,34 +427,35 @@ class LadderMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "rig"):
             self.let_go(reverse=False)
-            self.rig.check()
+            self.sound()
+            self.everybody_goes()
+
+    def everybody_goes(self):
+        """When all is well again and nobody is there, nothing is under way and nothing is held."""
+        rig = self.rig
+        for number in list(rig.ladder.sessions.open):
+            rig.feed(SessionClosed(number))
+        for process in (b"p0", b"w0", b"q"):
+            rig.feed(ProcessDied(process))
+        rig.judge = lambda op, tier, block_id: Status.OK
+        for _ in range(8):
+            rig.advance(100.0)
+        validate(rig.ladder)
+        sessions, stack, loads = rig.ladder.sessions, rig.ladder.stack, rig.ladder.loads
+        left = [sessions.jobs, sessions.leases, sessions.quarantines, sessions.mapped]
+        left += [stack.operations, loads.waiting, loads.promotion.grace, rig.ladder.stores._wishes]
+        for tier in stack.secondaries:
+            left += [tier.wanted, tier.leaving, tier.deletes, tier.doomed, tier.stuck, tier.asked]
+        assert not any(left), left
+        assert not any(node.pins for tier in stack.tiers for node in nodes_of(tier))
+        for space in stack.primary.spaces.values():
+            assert not space.leaving
+            assert not space.promoting
+
+
+def nodes_of(tier):
+    return tier.blocks if hasattr(tier, "blocks") else tier.nodes()
 
 
 TestLadderMachine = LadderMachine.TestCase
 TestLadderMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from(["store", "load"]), st.integers(0, 11)), max_size=120),
-    st.integers(1, 6),
-)
-def test_without_chains_the_pool_is_plain_lru(operations, slots):
-    """Compared with an OrderedDict, the simplest LRU there is."""
-    rig = LadderRig(slots)
-    model: OrderedDict[int, None] = OrderedDict()
-    for verb, number in operations:
-        if verb == "store":
-            rig.store(number)
-            model[number] = None
-            model.move_to_end(number)
-            if len(model) > slots:
-                model.popitem(last=False)
-        else:
-            got = rig.load(number)
-            assert bool(got.keys) == (number in model)
-            if got.keys:
-                model.move_to_end(number)
-                rig.release(got.lease)
-    rig.check()
-    assert {entry for _, entry in rig.inventory()} == {key(number) for number in model}

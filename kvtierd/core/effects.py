@@ -131,7 +131,8 @@ class InventoryEntry(msgspec.Struct, frozen=True, array_like=True):
 class SurveyEntry(msgspec.Struct, frozen=True, array_like=True):
     """One residency of any namespace; ``bytes`` is what it occupies in the tier.
 
-    ``hashes``: those of its events, empty where that is the key's own (:func:`kvtierd.core.model.event_hash`).
+    ``hashes``: those of its events, empty where that is the key's own
+    (:func:`kvtierd.core.model.event_hash`).
     """
 
     tier: str

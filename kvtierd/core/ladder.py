@@ -221,6 +221,8 @@ class Ladder:
             return space
         policy = (primary.spec.policy or Lru)()
         space = PoolSpace(request.layout, Geometry.of(request.layout), primary.extents, policy)
+        secondaries = self.stack.secondaries
+        space.blocks.spare = lambda block_id: any(block_id in tier.wanted for tier in secondaries)
         if not space.arena.grow() and not (self.stack.reclaim(space) and space.arena.grow()):
             held = sum(len(other.sessions) for other in primary.spaces.values())
             raise Refusal(

@@ -248,7 +248,7 @@ class Loads:
     ) -> int:
         if not pinned:
             for node in nodes:
-                node.pins += 1
+                self._stack.primary.space_of(node).blocks.pin(node)
         number = self._sessions.next_number()
         deadline = self._stack.now + seconds
         self._sessions.leases[number] = Lease(

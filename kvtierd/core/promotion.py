@@ -58,7 +58,7 @@ class Promotion:
             self._stack.primary.counters["promotion_over_budget"] += 1
             return None
         below = tier.blocks.nodes[block_id]
-        below.pins += 1  # neither may the room made in the pool ever cost the source
+        tier.blocks.pin(below)  # neither may the room made in the pool ever cost the source
         node = Node(below.block, State.LOADING, generation=self._stack.next_generation())
         node.pins = 1
         node.source = tier.name

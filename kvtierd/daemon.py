@@ -111,9 +111,10 @@ class Daemon:
         self._ladder = self._make_ladder(self._pool)
         if config.events.enabled:
             self._hub = await self._loop.run_in_executor(None, self._make_hub)
-            self._merged = MergedStream(self._hub, config.events.relay)
+            self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
+            await self._loop.run_in_executor(None, self._merged.load, self._loop)
             self._hub.start(self._loop)
-            self._merged.start(self._loop)
+            self._merged.start()
         self._make_movers(self._pool)
         self._liveness = Liveness(self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]))
         self._engine = self._server("engine.sock", self._pool, self._liveness)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -12,6 +14,7 @@ from kvtierd.config.relay import Relay
 from kvtierd.core.model import TierEvent
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.relay import EngineLink
+from kvtierd.edges.relay_journal import RelayJournal
 from kvtierd.wire.hold import Hold
 from kvtierd.wire.kvevents import WireEvent
 
@@ -22,31 +25,45 @@ class MergedStream:
     ``committed``: whether an engine's store is among the causes of what is published next.
     """
 
-    def __init__(self, hub: EventHub, relays: Sequence[Relay]) -> None:
+    def __init__(self, hub: EventHub, relays: Sequence[Relay], state_dir: Path | None = None) -> None:
         self.committed = False
         self._hub = hub
         self._relays = relays
+        self._state_dir = state_dir
         self._links: list[EngineLink] = []
         self._hold = Hold()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen to the engines; to be called in the loop's thread.
+    def load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Seed the hub with what readers know of engines by an earlier run. May take seconds (any thread)."""
+        self._loop = loop
+        for relay in self._relays:
+            link = EngineLink(
+                loop,
+                relay,
+                tell=self._inject,
+                heard=functools.partial(self._heard, relay.hold),
+                journal=self._journal(loop, relay),
+            )
+            for rank, events in link.load():
+                self._hub.inject(rank, events, announce=False)
+                self._hold.note(rank, events)
+            self._links.append(link)
+
+    def start(self) -> None:
+        """Listen to the engines; to be called in the loop's thread, when the hub's sockets are open.
 
         Raises:
             ConfigError: a relay's endpoint cannot be bound.
         """
-        self._loop = loop
-        if not self._relays:
+        if not self._links:
             return
         self._context = zmq.Context()
         try:
-            for relay in self._relays:
-                link = EngineLink(loop, relay, tell=self._inject, heard=self._heard_of(relay))
+            for link in self._links:
                 link.start(self._context)
-                self._links.append(link)
         except BaseException:
             self.close()
             raise
@@ -86,12 +103,20 @@ class MergedStream:
             self._context.destroy(linger=0)
             self._context = None
 
-    def _heard_of(self, relay: Relay) -> Callable[[int, bool], None]:
-        def heard(rank: int, is_heard: bool) -> None:
-            self._hold.follow(rank, relay.hold if is_heard else None)
-            self._release()
+    def _journal(self, loop: asyncio.AbstractEventLoop, relay: Relay) -> RelayJournal | None:
+        """Return the journal of a relay, named after its rank: its socket may move."""
+        if self._state_dir is None:
+            return None
+        name = "relay" if relay.dp_rank is None else f"relay-{relay.dp_rank}"
 
-        return heard
+        def background(work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
+            loop.run_in_executor(None, work).add_done_callback(lambda future: done(future.result()))
+
+        return RelayJournal(self._state_dir / name, background)
+
+    def _heard(self, hold: float | None, rank: int, is_heard: bool) -> None:
+        self._hold.follow(rank, hold if is_heard else None)
+        self._release()
 
     def _inject(self, rank: int, events: list[WireEvent]) -> None:
         self._hub.inject(rank, events)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +19,12 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvtierd.config.relay import Relay
+from kvtierd.edges.relay_journal import RelayJournal
 from kvtierd.errors import ConfigError
 from kvtierd.wire.following import EngineStream
 from kvtierd.wire.kvevents import WireEvent
 from kvtierd.wire.relay import EngineCache, Told
+from kvtierd.wire.relay_records import Record, Recovered, encode, recover
 from kvtierd.wire.stream import END, SEQUENCE_BYTES, encode_sequence
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,10 @@ REPLAY_TIMEOUT = 5.0
 """Seconds without a reply after which a replay is given up."""
 SILENCE = 5.0
 """Seconds after which a replay shows whether the last messages got lost: vLLM has no heartbeat."""
+REJOIN = 0.5
+"""Seconds for readers to connect again before they are told what changed since an earlier run."""
+TAIL = 1.0
+"""Seconds within which what a socket took has left the process, unless its reader is behind."""
 DEPARTED = 2.0
 """Seconds after which an engine that closed its socket is taken to have left."""
 _ARRIVALS = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED
@@ -57,8 +64,11 @@ class EngineLink:
         *,
         tell: Callable[[int, list[WireEvent]], None],
         heard: Callable[[int, bool], None],
+        journal: RelayJournal | None = None,
     ) -> None:
         self.plan = plan
+        self._journal = journal
+        self._recovered: Recovered | None = None
         self._loop = loop
         self._tell = tell
         self._heard = heard
@@ -69,6 +79,7 @@ class EngineLink:
         self._monitor: zmq.Socket[bytes] | None = None
         self._dealer: zmq.Socket[bytes] | None = None
         self._dialogue = 0
+        self._begun = False
         self._peers: set[int] = set()
         self._ranks: set[int] = set()
         self._outbox: deque[tuple[int, WireEvent]] = deque()
@@ -77,8 +88,23 @@ class EngineLink:
         self._live_at = self._reply_at = self._left_at = loop.time()
         self._malformed = 0
 
+    def load(self) -> list[Told]:
+        """Read what an earlier run left; return what readers know by it. May take seconds (any thread)."""
+        if self._journal is None:
+            return []
+        data = self._journal.load()
+        found = recover(data, self._cache, tail=TAIL)
+        self._journal.cut(found.length)
+        if found.place is not None:
+            self._stream.resume(*found.place)
+        if found.seeds or found.doubts:
+            self._recovered = found
+        return found.seeds
+
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Open the socket; an engine that is not there yet is waited for in the background.
+
+        What an earlier run left is told a little later, so that readers can come back first.
 
         Raises:
             ConfigError: it cannot be bound.
@@ -103,6 +129,15 @@ class EngineLink:
             os.umask(before)
         for socket in (sub, self._monitor):
             self._loop.add_reader(_descriptor(socket), self._work_on)
+        self._left_at = self._loop.time()
+        if self._recovered is None:
+            self._begin()
+        else:
+            self._watch = self._loop.call_later(REJOIN, self._begin)
+
+    def _begin(self) -> None:
+        recovered, self._recovered, self._begun = self._recovered, None, True
+        self._post([] if recovered is None else recovered.doubts)
         self._work_on()
         self._look()
 
@@ -118,6 +153,9 @@ class EngineLink:
                 handle.cancel()
         self._hear(False)
         self._close_sockets()
+        if self._journal is not None:
+            self._journal.clear()
+            self._journal.close()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters since the start and the present state, by name (plain values)."""
@@ -130,6 +168,7 @@ class EngineLink:
             "gpu_blocks": self._cache.on_device,
             "blocks": len(self._cache.known),
             "unsent": len(self._outbox),
+            "unrecorded": None if self._journal is None else self._journal.degraded,
             "malformed": self._malformed + self._cache.counts["malformed"],
             **{name: self._stream.counts[name] for name in _STREAM_COUNTS},
             **{name: self._cache.counts[name] for name in _CACHE_COUNTS},
@@ -144,7 +183,7 @@ class EngineLink:
     def _work(self) -> None:
         """Pass on what waits, else read a little. The descriptors signal edges: go on until all is empty."""
         self._working = None
-        if self._sub is None:
+        if self._sub is None or not self._begun:
             return
         if self._outbox:
             self._tell_slice()
@@ -201,7 +240,12 @@ class EngineLink:
         return self._dealer is not None and _readable(self._dealer)
 
     def _post(self, told: list[Told]) -> None:
-        """Queue what to tell; steady traffic leaves at once."""
+        """Record what was heard and queue what to tell; steady traffic leaves at once."""
+        records, self._stream.records = self._stream.records, []
+        if self._journal is not None and records:
+            now = time.time()
+            self._journal.append(b"".join(encode(Record(kind, n, now, body)) for kind, n, body in records))
+            self._journal.renew(self._cache.known, self._stream.place, now)
         for rank, events in told:
             if rank not in self._ranks and self._peers:
                 self._ranks.add(rank)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 
 from kvtierd.wire.relay import EngineCache, Told
+from kvtierd.wire.relay_records import Kind, digest
 
 MAX_WAITING = 1 << 12
 """Live batches kept during a replay; one more forgets them, and the replay brings them."""
@@ -40,13 +41,25 @@ class EngineStream:
         self.wanted: int | None = None
         self.dialogue = 0
         self._has_replay = self._can_replay = can_replay
+        self.records: list[tuple[Kind, int, bytes]] = []
+        """What was heard since the caller last took it away, to be recorded before it is told."""
         self._told: list[Told] = []
-        self._applied: OrderedDict[int, int] = OrderedDict()  # number -> hash of its bytes
+        self._applied: OrderedDict[int, bytes] = OrderedDict()  # number -> digest of its bytes
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._confirmed = False  # the running replay showed that this is the same incarnation
         self._tried: int | None = _NEVER  # `last` when a gap was asked for; the same again: it is no use
         self._rounds = 0
         self._holed = _NEVER  # `last` when a replay had a hole
+
+    def resume(self, number: int, payload_digest: bytes) -> None:
+        """Go on after a batch that an earlier run took; the cache has what it left."""
+        self.last = number
+        self._applied[number] = payload_digest
+
+    @property
+    def place(self) -> tuple[int, bytes] | None:
+        """The last batch's number and digest: what :meth:`resume` wants."""
+        return None if self.last is None else (self.last, self._applied[self.last])
 
     def check(self, *, connected: bool = False) -> None:
         """Have a replay show what was missed: the engine just ``connected``, or nothing came for long."""
@@ -133,10 +146,11 @@ class EngineStream:
     def _apply(self, number: int, payload: bytes) -> None:
         self.last = number
         self._confirmed = True
-        self._applied[number] = hash(payload)
+        self._applied[number] = digest(payload)
         if len(self._applied) > MAX_REMEMBERED:
             self._applied.popitem(last=False)
         self.counts["batches"] += 1
+        self.records.append((Kind.BATCH, number, payload))
         told = self.cache.take(payload)
         if told is not None and told.events:
             self._told.append(told)
@@ -170,7 +184,7 @@ class EngineStream:
         self._waiting.append((number, payload))
 
     def _is_repeat(self, number: int, payload: bytes) -> bool:
-        return self._applied.get(number) == hash(payload)
+        return self._applied.get(number) == digest(payload)
 
     def _restarted(self) -> None:
         self.counts["restarts"] += 1
@@ -190,6 +204,7 @@ class EngineStream:
         self.last = None
         self._applied.clear()
         self._tried = self._holed = _NEVER
+        self.records.append((Kind.FORGOTTEN, 0, b""))
         self._told += self.cache.forget()
 
     def _take(self) -> list[Told]:

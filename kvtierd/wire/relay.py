@@ -17,6 +17,7 @@ Residencies are a set, as with every reader: engines repeat stores of blocks the
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from kvtierd.wire.kvevents import (
     UnknownEvent,
     WireEvent,
     decode_batch,
+    pack,
 )
 from kvtierd.wire.projection import DEVICE
 
@@ -54,6 +56,10 @@ class Resident(NamedTuple):
     locality: str | None
 
 
+Known = tuple[Resident, tuple[BlockStored, int]]
+"""A residency, the event that announced it, and its place in that."""
+
+
 class Told(NamedTuple):
     """Events of one dp rank, for all audiences."""
 
@@ -64,19 +70,16 @@ class Told(NamedTuple):
 class EngineCache:
     """The residencies that one engine announced. ``dp_rank``: its rank, ``None``: what its batches say.
 
-    ``known`` maps each to the parent's hash; in the order of their announcement.
+    ``known`` maps each to the event that announced it and the place in that; in the order of announcement.
     """
 
     def __init__(self, dp_rank: int | None = None, *, max_blocks: int = MAX_BLOCKS) -> None:
         self.dp_rank = dp_rank
-        self.known: dict[Resident, int | None] = {}
+        self.known: dict[Resident, tuple[BlockStored, int]] = {}
+        self.on_device = 0
+        """How many of them are in GPU memory."""
         self.counts: Counter[str] = Counter()
         self._max_blocks = max_blocks
-
-    @property
-    def on_device(self) -> int:
-        """How many of the known residencies are in GPU memory."""
-        return sum(key.medium == DEVICE for key in self.known)
 
     def take(self, payload: bytes) -> Told | None:
         """Take one batch of the engine; return what to tell, ``None`` if it is no batch at all."""
@@ -109,24 +112,22 @@ class EngineCache:
         ranks = sorted({key.rank for key in self.known})
         return [Told(rank, self._drop([key for key in self.known if key.rank == rank])) for rank in ranks]
 
-    def _stored(self, rank: int, event: BlockStored) -> Iterator[WireEvent]:
+    def _stored(self, rank: int, event: BlockStored) -> Sequence[WireEvent]:
         parent = _number(event.parent_block_hash) if event.parent_block_hash is not None else None
         hashes = tuple(map(_number, event.block_hashes))
         if not hashes:
             self.counts["empty_stores"] += 1  # a sliding window's, where no block is left in it
-            return
+            return ()
         if parent in hashes or len(set(hashes)) < len(hashes):
             self.counts["refused_stores"] += 1
-            return
+            return ()
         medium, locality = _place(event.medium, event.locality)
         keys = [Resident(rank, h, event.group_idx or 0, medium, locality) for h in hashes]
         if len(self.known) + len(keys) > self._max_blocks:
             self.counts["overflowed"] += len(keys)
-            return
+            return ()
         whole = event.block_size > 0 and len(event.token_ids) == event.block_size * len(hashes)
         whole = whole and (event.extra_keys is None or len(event.extra_keys) == len(hashes))
-        parents = (parent, *hashes) if whole else (None,) * len(hashes)
-        self.known.update((key, at) for key, at in zip(keys, parents, strict=False) if key not in self.known)
         plain = msgspec.structs.replace(
             event,
             block_hashes=hashes,
@@ -137,11 +138,14 @@ class EngineCache:
             session_id=None,
             lookahead_token_ids=None,
         )
-        if whole:
-            yield plain
-        else:
-            self.counts["placeholders"] += len(hashes)
-            yield from (_placeholder(plain, h) for h in hashes)
+        told = [plain] if whole else [_placeholder(plain, h) for h in hashes]
+        self.counts["placeholders"] += 0 if whole else len(hashes)
+        places = ((event, index) for event in told for index in range(len(event.block_hashes)))
+        for key, place in zip(keys, places, strict=True):
+            if key not in self.known:
+                self.known[key] = place
+                self.on_device += medium == DEVICE
+        return told
 
     def _removed(self, rank: int, event: BlockRemoved) -> Iterator[WireEvent]:
         medium, locality = _place(event.medium, event.locality)
@@ -150,28 +154,48 @@ class EngineCache:
         gone = [key for key in keys if key in self.known]
         self.counts["unknown_removals"] += len(keys) - len(gone)
         for key in gone:
-            self.known.pop(key, None)
+            self._forget(key)
         return removals(gone)
 
     def _drop(self, keys: Sequence[Resident]) -> list[WireEvent]:
-        gone = list(self._leaf_first(keys))
+        """Take residencies back in reverse order of their announcement: engines announce parents first."""
+        gone = keys[::-1]
         for key in gone:
-            del self.known[key]
+            self._forget(key)
         return list(removals(gone))
 
-    def _leaf_first(self, keys: Sequence[Resident]) -> Iterator[Resident]:
-        """Order residencies so that each comes before its parent, where that is among them."""
-        chosen, order = set(keys), list[Resident]()
-        for key in keys:
-            chain: list[Resident] = []
-            at: Resident | None = key
-            while at is not None and at in chosen:
-                chosen.discard(at)
-                chain.append(at)
-                parent = self.known[at]
-                at = None if parent is None else at._replace(hash=parent)
-            order += reversed(chain)
-        return reversed(order)
+    def _forget(self, key: Resident) -> None:
+        if self.known.pop(key, None) is not None:
+            self.on_device -= key.medium == DEVICE
+
+
+def residents(rank: int, event: WireEvent) -> list[Resident]:
+    """Return what a normalised event is about."""
+    if isinstance(event, AllBlocksCleared):
+        return []
+    group, medium = event.group_idx or 0, event.medium or DEVICE
+    return [Resident(rank, _number(h), group, medium, event.locality) for h in event.block_hashes]
+
+
+def stores(known: Iterable[Known]) -> Iterator[Told]:
+    """Return events that announce residencies anew, those of one rank and of a chain together."""
+    for rank, group in itertools.groupby(known, lambda item: item[0].rank):
+        for event in pack((_single(*place) for _, place in group), most=MAX_HASHES):
+            yield Told(rank, [event])
+
+
+def _single(event: BlockStored, index: int) -> BlockStored:
+    """Return the part of an event that announces one of its hashes."""
+    if len(event.block_hashes) == 1:
+        return event
+    first, size = index * event.block_size, event.block_size
+    return msgspec.structs.replace(
+        event,
+        block_hashes=(event.block_hashes[index],),
+        parent_block_hash=event.block_hashes[index - 1] if index else event.parent_block_hash,
+        token_ids=event.token_ids[first : first + size],
+        extra_keys=None if event.extra_keys is None else (event.extra_keys[index],),
+    )
 
 
 def removals(keys: Iterable[Resident]) -> Iterator[WireEvent]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtierd.testing.clock import wait_for
-from kvtierd.testing.daemon_rig import DaemonRig, chain, keys_of, store
+from kvtierd.testing.daemon_rig import DaemonRig, Router, chain, keys_of, store
 from kvtierd.testing.fake_publisher import FakePublisher
 from kvtierd.testing.local_daemon import free_port
 from kvtierd.wire.kvevents import AllBlocksCleared, BlockRemoved, BlockStored
@@ -176,3 +176,37 @@ def test_a_rank_that_leaves_takes_only_what_is_its_own(make, shared):
     all_left(rig)
     rig.client.close()
     assert rig.daemon.stop() == 0
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["goes on", "restarts"])
+def test_a_killed_daemon_tells_what_the_engine_did_meanwhile(make, restarts):
+    """The engine's ring reaches back only over the time without a daemon: the rest was recorded."""
+    rig = with_relays(make)
+    relay = relays_of(rig)[0]
+    blocks = chain(10)
+    engine = FakePublisher(relay["connect"], relay["replay"], ring=3)
+    hears(rig)
+    for block in blocks[:8]:
+        engine.publish(on_device(block))
+    has(rig.router, "GPU", blocks[:8])
+    rig.daemon.kill()
+    if restarts:
+        engine.close()
+        engine = FakePublisher(relay["connect"], relay["replay"])
+        for _ in range(10):  # further than the old one was
+            engine.publish(on_device(blocks[9]))
+        left = blocks[9:]
+    else:
+        engine.publish(BlockRemoved(blocks[7].meta.hashes, "GPU", 0))
+        engine.publish(on_device(blocks[8]))
+        left = [*blocks[:7], blocks[8]]
+    rig.daemon.start()  # the router that was there stays
+    has(rig.router, "GPU", left)
+    with Router() as late:
+        rig.follow(late)
+        has(late, "GPU", left)
+    state = rig.status()["events"]["relay"]["engines"][0]
+    assert (state["restarts"], state["unrepaired"], state["unrecorded"]) == (int(restarts), 0, None)
+    engine.close()
+    all_left(rig)
+    has(rig.router, "GPU", [])

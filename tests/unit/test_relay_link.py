@@ -116,9 +116,10 @@ async def relaying(tmp_path, *relays):
     events = Events.model_construct(enabled=True, audiences=(audience,), model="m", relay=relays, **limits)
     hub = EventHub(events, tiers={"cpu": "cpu"}, state_dir=tmp_path, clock=time.time, environ={})
     loop = asyncio.get_running_loop()
+    merged = MergedStream(hub, relays, tmp_path)
+    merged.load(loop)
     hub.start(loop)
-    merged = MergedStream(hub, relays)
-    merged.start(loop)
+    merged.start()
     rig = Rig(hub, merged)
     try:
         await until(lambda: (rig.reader.poll(), rig.reader.counts["batches"])[1])
@@ -458,8 +459,9 @@ def test_an_address_that_is_taken_is_refused_with_its_name(tmp_path):
         relay = Relay(bind=f"tcp://127.0.0.1:{port}")
         async with relaying(tmp_path, relay):
             other = MergedStream(None, [relay])
+            other.load(asyncio.get_running_loop())
             with pytest.raises(ConfigError, match=f"relay: cannot listen at tcp://127.0.0.1:{port}"):
-                other.start(asyncio.get_running_loop())
+                other.start()
 
     run(main())
 
@@ -472,5 +474,6 @@ def test_a_clean_end_takes_back_what_engines_have(tmp_path, ends):
                 await rig.followed(engine)
                 rig.merged.close()
                 await until(lambda: rig.on() == set())
+                assert (tmp_path / "relay").read_bytes() == b""
 
     run(main())

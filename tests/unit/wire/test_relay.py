@@ -97,7 +97,7 @@ def test_ownership_session_and_lookahead_are_stripped():
 
 def test_cleared_takes_back_what_this_engine_has_on_the_device_leaf_first_and_nothing_else():
     cache = EngineCache()
-    told(cache, stored(3, parent=2), stored(1, 2), stored(9, medium="CPU"))
+    told(cache, stored(1, 2), stored(9, medium="CPU"), stored(3, parent=2))
     other_rank = told(cache, stored(1), rank=1)
     assert other_rank == [stored(1)]
     events = told(cache, AllBlocksCleared(), stored(5))

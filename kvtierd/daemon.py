@@ -267,10 +267,10 @@ class Daemon:
         self._turned.set()
 
     def _tick(self) -> None:
+        self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
         self.turn([stimuli.Tick()])
         if self._hub is not None and self._ladder is not None:
             self._hub.set_ranks(self._ladder.sessions.dp_ranks())
-        self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _arm(self, deadline: float | None) -> None:
         """Tick exactly when a waiting load is due."""

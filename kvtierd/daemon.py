@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -28,16 +29,19 @@ from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer
+from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.backends.base import Backend
-from kvtierd.edges.backends.factory import make_backend, make_spec
+from kvtierd.edges.backends.factory import holds_blocks, make_backend, make_spec
 from kvtierd.edges.engine import EngineServer
 from kvtierd.edges.hub import EventHub
+from kvtierd.edges.journal import TAIL, Journal
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
 from kvtierd.edges.pool import Pool
 from kvtierd.edges.unix_socket import CannotCreate, make_folder
 from kvtierd.errors import InvariantBroken, PoolError
+from kvtierd.wire.announced import TierLabel
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +67,10 @@ class Daemon:
         self._ladder: Ladder | None = None
         self._backends: dict[str, Backend] = {}
         self._movers: dict[str, Mover] = {}
+        self._fresh = True
         self._hub: EventHub | None = None
         self._merged: MergedStream | None = None
+        self._announcer: Announcer | None = None
         self._liveness: Liveness | None = None
         self._engine: EngineServer | None = None
         self._control: EngineServer | None = None
@@ -113,14 +119,17 @@ class Daemon:
             self._hub = await self._loop.run_in_executor(None, self._make_hub)
             self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
             await self._loop.run_in_executor(None, self._merged.load, self._loop)
+            self._announcer = self._make_announcer(self._merged, self._ladder)
+            await self._loop.run_in_executor(None, self._announcer.load)
             self._hub.start(self._loop)
+            self._announcer.start(self._loop)
             self._merged.start()
         self._make_movers(self._pool)
         self._liveness = Liveness(self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]))
         self._engine = self._server("engine.sock", self._pool, self._liveness)
         await self._engine.start()
         for name, mover in self._movers.items():
-            mover.start_scan(lambda found: self.turn([found]), lambda name=name: self._scanned(name))  # type: ignore[misc]
+            mover.start_scan(self._found, lambda name=name: self._scanned(name))  # type: ignore[misc]
         self._tick()
         self.state = "ready"
         log.info("ready: engines attach at %s", self._engine.path)
@@ -152,6 +161,7 @@ class Daemon:
     async def _open_tiers(self) -> None:
         for tier in self.tier_file.tiers[1:]:
             assert not isinstance(tier, CpuTier)
+            self._fresh &= not await self._loop.run_in_executor(None, holds_blocks, tier)
             backend = make_backend(tier)
             await self._loop.run_in_executor(None, backend.open)
             self._backends[tier.name] = backend
@@ -183,11 +193,23 @@ class Daemon:
             make_folder("state_dir", config.state_dir)
         return EventHub(
             config.events,
-            tiers={tier.name: tier.type for tier in config.tiers},
+            tiers={tier.name: tier.type for tier in config.tiers if tier.events},
             state_dir=config.state_dir,
             clock=time.time,
             endpoints_file=config.runtime_dir / "events.json",
+            fresh=self._fresh,
         )
+
+    def _make_announcer(self, stream: MergedStream, ladder: Ladder) -> Announcer:
+        config = self.tier_file
+        specs = [tier.spec for tier in (ladder.stack.primary, *ladder.stack.secondaries)]
+        journal = Journal(
+            config.state_dir,
+            background=functools.partial(self._loop.run_in_executor, None),
+            tail=TAIL + max((audience.coalesce or 0.0 for audience in config.events.audiences), default=0.0),
+        )
+        labels = [TierLabel(spec.name, spec.medium, spec.locality) for spec in specs if spec.events]
+        return Announcer(stream, journal, labels, fresh=self._fresh)
 
     def _make_movers(self, pool: Pool) -> None:
         for tier in self.tier_file.tiers[1:]:
@@ -204,6 +226,9 @@ class Daemon:
                 writers=tier.writers,
                 deadline=tier.deadline,
             )
+
+    def _found(self, found: stimuli.Found) -> None:
+        self.turn([found if self._announcer is None else self._announcer.known(found)])
 
     def _scanned(self, tier: str) -> None:
         self.turn([stimuli.Found(tier, (), last=True)])
@@ -231,8 +256,12 @@ class Daemon:
             return
         for session, replies in answers.items():
             self._deliver(session, replies)
-        if events := ladder.take_events():
-            self._publish(events, committed=any(map(_is_commit, batch)))
+        events = ladder.take_events()
+        scanned = [found.tier for found in batch if isinstance(found, stimuli.Found) and found.last]
+        if self._merged is not None:
+            self._merged.committed = any(map(_is_commit, batch))
+        if self._announcer is not None and (events or scanned):
+            self._announcer.publish(events, scanned)
         self._turns += 1
         self._turn_at = time.monotonic()
         self._turned.set()
@@ -244,11 +273,6 @@ class Daemon:
             if isinstance(reply, effects.Attached):
                 self._describe(reply.namespace)
         self._engine.deliver(session, replies)
-
-    def _publish(self, events: Sequence[Any], *, committed: bool) -> None:
-        if self._merged is not None:
-            self._merged.committed = committed
-            self._merged.publish(events)
 
     def _describe(self, namespace: str) -> None:
         """Leave a readable record of the namespace beside its blocks; best effort."""
@@ -269,6 +293,8 @@ class Daemon:
     def _tick(self) -> None:
         self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
         self.turn([stimuli.Tick()])
+        if self._announcer is not None:
+            self._announcer.tick()
         if self._hub is not None and self._ladder is not None:
             self._hub.set_ranks(self._ladder.sessions.dp_ranks())
 
@@ -302,10 +328,7 @@ class Daemon:
         for mover in self._movers.values():
             if not await mover.close(max(0.1, deadline - self._loop.time() - grace / 4)):
                 self._stuck = True  # a thread may still touch its slots: leave its backend and the pool alone
-        if self._merged is not None:
-            self._merged.close()
-        if self._hub is not None:
-            await self._hub.close(max(0.1, deadline - self._loop.time()))
+        await self._end_stream(deadline)
         for server in (self._engine, self._control):
             if server is not None:
                 await server.stop_listening()
@@ -313,6 +336,16 @@ class Daemon:
         if self._admin is not None:
             await self._admin.close()
         log.info("stopped")
+
+    async def _end_stream(self, deadline: float) -> None:
+        if self._hub is None or self._announcer is None:
+            return
+        self._announcer.finish()
+        if self._merged is not None:
+            self._merged.close()
+        await self._hub.close(max(0.1, deadline - self._loop.time()))
+        flushed = self._failure is None and self._loop.time() < deadline
+        await self._loop.run_in_executor(None, self._announcer.close, flushed)
 
     async def _written(self) -> None:
         """Wait until nothing is on its way to a secondary."""
@@ -365,8 +398,9 @@ class Daemon:
         if self._ladder is not None:
             body.update(self._ladder.statistics())
         if self._hub is not None:
+            journal = {} if self._announcer is None else self._announcer.statistics()
             relay = {} if self._merged is None else self._merged.statistics()
-            body["events"] = {**self._hub.statistics(), "relay": relay}
+            body["events"] = {**self._hub.statistics(), "journal": journal, "relay": relay}
         body["movers"] = {name: mover.statistics() for name, mover in self._movers.items()}
         if self._engine is not None:
             body["engine"] = {**self._engine.counters, "connections": len(self._engine.connections)}

@@ -42,6 +42,7 @@ class EventHub:
     ``tiers`` maps the name of each tier that has events to its type; ``environ`` fills in topics; ``clock``
     returns seconds since the epoch. Numbers and the ranks that readers know of are kept in ``state_dir``
     (``None``: nowhere); ``endpoints_file`` is where the real endpoints are written for others to find.
+    ``fresh``: whether there can have been no earlier run, so that missing numbers may begin at 0.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class EventHub:
         clock: Callable[[], float],
         environ: Mapping[str, str] = os.environ,
         endpoints_file: Path | None = None,
+        fresh: bool = True,
     ) -> None:
         self._clock = clock
         self._ranks = _RankFile(state_dir)
@@ -78,7 +80,9 @@ class EventHub:
             Publisher(
                 plan,
                 outlets,
-                sequence=SequenceStore(state_dir, wall_clock=clock, names=[o.label for o in outlets]),
+                sequence=SequenceStore(
+                    state_dir, wall_clock=clock, names=[o.label for o in outlets], fresh=fresh
+                ),
                 clock=clock,
                 ranks=self._ranks.known,
             )

@@ -25,6 +25,7 @@ from typing import Any
 
 from kvtierd.core.model import Block, BlockId, TierEvent
 from kvtierd.edges.journal_file import JournalFile
+from kvtierd.edges.number_page import boot_id
 from kvtierd.wire.announced import Announced, History, TierLabel
 from kvtierd.wire.records import HistoryReader, Mark, Unreadable
 
@@ -41,14 +42,6 @@ KEEP_IDLE = 512
 RETRY = 5.0
 _NAME = re.compile(r"announced-(\d{1,18})")
 _LONG_AGO = -1e18
-
-
-def boot_id() -> str:
-    """Return a name of the kernel's present run, empty where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return ""
 
 
 class Journal:
@@ -85,6 +78,8 @@ class Journal:
         self._next = 1
         self._renewed_at = self._wrote_at = self._retry_at = _LONG_AGO
         self._unsettled = False
+        self.continued = False
+        """Whether there was a journal, readable or not."""
         self.degraded: str | None = None
         self.lost: str | None = None
         self._counts = dict.fromkeys(("batches", "entries", "kept", "compactions", "failures"), 0)
@@ -95,7 +90,7 @@ class Journal:
         """Read what was told before; ``None`` if there is nothing that can be believed. May take seconds."""
         history: History | None = None
         collecting = gc.isenabled()
-        gc.disable()  # it would walk all that was read so far again and again: half of the time at 10^6 blocks
+        gc.disable()  # it would walk all that was read so far again and again
         try:
             history = self._read()
         except (Unreadable, OSError) as error:
@@ -135,6 +130,7 @@ class Journal:
                 self._current.remove()
             self._current.close()
             self._current = None
+        self._announced = None
 
     def _paths(self) -> list[tuple[int, Path]]:
         found = ((_NAME.fullmatch(path.name), path) for path in self._folder.iterdir())
@@ -147,6 +143,7 @@ class Journal:
         if not numbered:
             self.lost = "there is none"
             return None
+        self.continued = True
         self._next = numbered[-1][0] + 1
         reader = HistoryReader(self._tail)
         files = [JournalFile(path) for _, path in numbered]
@@ -229,6 +226,7 @@ class Journal:
             "files": len(files),
             "bytes": sum(file.bytes for file in files),
             "copying": self._todo is not None,
+            "settled": not self._unsettled,
             "degraded": self.degraded,
             "lost": self.lost,
         }

@@ -1,8 +1,9 @@
 """Batch numbers that only rise, across restarts and crashes: reserved in blocks in a small file.
 
 A reader takes a number that went back for a stale message and drops it without a word. So a block of
-numbers is on disk as used before the first of them is sent; after a crash the rest of the block is skipped,
-after an orderly close the numbers go on without a hole.
+numbers is on disk as used before the first of them is sent; after the end of the machine the rest of the
+block is skipped. After an orderly close, and after the end of the process alone (:mod:`.number_page`), the
+numbers go on without a hole: a reader that has all of them need not ask for anything.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from kvtierd.edges.number_page import NumberPage
 from kvtierd.wire.stream import MAX_SEQUENCE
 
 logger = logging.getLogger(__name__)
@@ -26,8 +28,9 @@ class SequenceStore:
     one stream, or part, from one run to the next.
 
     Where they cannot be kept, numbers start from the wall clock in microseconds since the epoch: more than
-    any run before can have sent. ``degraded`` then says why. ``wall_clock`` returns seconds since the
-    epoch. A crash skips at most ``block`` numbers, and each costs a late reader an empty batch.
+    any run before can have sent. ``degraded`` then says why. So they do where a file is missing, unless
+    ``fresh`` says that there was no run before. ``wall_clock`` returns seconds since the
+    epoch. The end of the machine skips at most ``block`` numbers.
     """
 
     def __init__(
@@ -37,10 +40,13 @@ class SequenceStore:
         wall_clock: Callable[[], float],
         names: Sequence[str] = ("default",),
         block: int = 1 << 13,
+        fresh: bool = True,
     ) -> None:
         folder = None if state_dir is None else Path(state_dir)
         self._paths = [folder / f"sequence-{quote(name, safe='')}" for name in names] if folder else []
+        self._pages = [NumberPage(path.with_name(f"next-{path.name}")) for path in self._paths]
         self._block = block
+        self._fresh = fresh
         self._lock = threading.Lock()
         self.degraded: str | None = None
         self._next, trusted = self._read()
@@ -52,6 +58,7 @@ class SequenceStore:
             self._next = max(self._next, int(wall_clock() * 1e6))
             self._reserve(self._next + block)
         self._reserved = self._next + block
+        self._keep()
 
     @property
     def low(self) -> bool:
@@ -69,6 +76,7 @@ class SequenceStore:
             self._next = first
             self._reserve(first + self._block)
             self._reserved = first + self._block
+            self._keep()
 
     def next(self) -> int:
         """Return the next number; writes the file only if nobody called :meth:`extend` in time."""
@@ -78,6 +86,7 @@ class SequenceStore:
         if number > MAX_SEQUENCE:
             raise OverflowError("the stream has used up all batch numbers below 2^63")
         self._next += 1
+        self._keep()
         return number
 
     def extend(self) -> None:
@@ -95,20 +104,26 @@ class SequenceStore:
 
     def _read(self) -> tuple[int, bool]:
         """Return the first free number and whether all files can be believed."""
-        found = [self._read_one(path) for path in self._paths]
+        found = [self._read_one(path, page) for path, page in zip(self._paths, self._pages, strict=True)]
         return max((number for number, _ in found), default=0), all(trusted for _, trusted in found)
 
-    def _read_one(self, path: Path) -> tuple[int, bool]:
+    def _keep(self) -> None:
+        for page in self._pages:
+            page.set(self._next)
+
+    def _read_one(self, path: Path, page: NumberPage) -> tuple[int, bool]:
         try:
             number = int(path.read_text("ascii"))
         except FileNotFoundError:
-            return 0, True
+            return 0, self._fresh
         except (OSError, ValueError) as error:
             self._degrade(f"cannot read {path}: {error}")
             return 0, False
         if not 0 <= number <= MAX_SEQUENCE:
             self._degrade(f"{path} holds {number}, which is no batch number")
             return 0, False
+        if page.found is not None and page.found <= number:
+            number = page.found  # the process ended before it used up its block
         return number, True
 
     def _reserve(self, end: int) -> bool:

@@ -319,6 +319,7 @@ class DaemonRig:
         status = self.status()
         below = status["tiers"][1:]
         waiting = any(tier["wanted"] or tier["scanning"] for tier in below)
+        waiting = waiting or status["events"]["journal"]["holding"]
         return None if status["operations"] or status["loads_waiting"] or waiting else status
 
     def agree(self, *others: Router) -> None:

@@ -119,8 +119,12 @@ class StreamLog:
         self._first = 0  # the next batch's number, where none is in the ring
 
     def begin(self, first: int) -> None:
-        """Say which number the first batch will have, so that those before it can be asked for at once."""
+        """Say which number the first batch will have, so that those before it can be asked for at once.
+
+        What was removed in them is not known: a reader that asks for one of them (but 0) finds a hole.
+        """
         self._first = first
+        self._base.floor = max(self._base.floor, first - 1)
 
     def seed(self, changes: Iterable[Change]) -> None:
         """Know stores that readers heard of before this log began: only a replay from 0 tells them again."""
@@ -218,10 +222,6 @@ class StreamLog:
         batches = _pack(changes, count, len(numbers), len(base.ranks), self._limits)
         return self._fill(numbers, batches, base.ts, base.rank)
 
-    def _numbers_for(self, changes: int) -> int:
-        """Return how many numbers so many changes of the base want: half-full batches, one more a rank."""
-        return 2 * (changes // min(SNAPSHOT_EVENTS, self._limits.max_events)) + len(self._base.ranks) + 1
-
     def _without_parents(
         self, changes: Iterator[Change], among: Mapping[ReaderKey, Change]
     ) -> Iterator[Change]:
@@ -231,6 +231,10 @@ class StreamLog:
             if change.parent is not None and parent_key(among, change) is None:
                 self._missing(change)
             yield change
+
+    def _numbers_for(self, changes: int) -> int:
+        """Return how many numbers so many changes of the base want: half-full batches, one more a rank."""
+        return 2 * (changes // min(SNAPSHOT_EVENTS, self._limits.max_events)) + len(self._base.ranks) + 1
 
     def _fill(
         self, numbers: range, batches: Iterator[Run], ts: float, rank: int

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from kvtierd.core.model import Block, BlockId, EventKind, Locality, Medium, TierEvent
-from kvtierd.edges.journal import Journal, boot_id
+from kvtierd.edges.journal import Journal
+from kvtierd.edges.number_page import boot_id
 from kvtierd.testing.rig import key, meta
 from kvtierd.wire.announced import Announced, TierLabel
 

@@ -28,9 +28,25 @@ def test_numbers_begin_at_zero_and_go_on_after_a_close(tmp_path):
 
 
 @pytest.mark.parametrize("used", [0, 1, 9, 10, 11, 25])
-def test_after_a_crash_numbers_are_above_all_that_were_sent(tmp_path, used):
+def test_after_a_crash_of_the_process_numbers_go_on_without_a_hole(tmp_path, used):
+    """A reader that has all of them need not ask for anything, nor believe that it lost something."""
+    take(store(tmp_path), used)
+    assert store(tmp_path).next() == used
+
+
+@pytest.mark.parametrize("used", [0, 1, 9, 10, 11, 25])
+def test_after_a_crash_of_the_machine_numbers_are_above_all_that_were_sent(tmp_path, used):
     sent = take(store(tmp_path), used)
+    (tmp_path / "next-sequence-default").write_bytes(bytes(8) + b"another boot".ljust(36))
     assert store(tmp_path).next() > max(sent, default=-1)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 44, b"x" * 5000])
+def test_a_page_that_makes_no_sense_is_not_believed(tmp_path, content):
+    sent = take(store(tmp_path), 3)
+    (tmp_path / "next-sequence-default").write_bytes(content)
+    assert store(tmp_path).next() > max(sent)
+    assert store(tmp_path).next() == 11, "and is made good"
 
 
 def test_each_audience_has_its_own_numbers_and_names_are_encoded(tmp_path):
@@ -38,7 +54,9 @@ def test_each_audience_has_its_own_numbers_and_names_are_encoded(tmp_path):
     folder.mkdir()
     take(store(folder, names=["a"]), 3)
     assert store(folder, names=["../b"]).next() == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["sequence-..%2Fb", "sequence-a"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"{part}sequence-{name}" for part in ("next-", "") for name in ("..%2Fb", "a")
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
@@ -48,7 +66,7 @@ def test_a_file_that_makes_no_sense_means_the_wall_clock(tmp_path, content):
     numbers = store(tmp_path)
     assert numbers.next() == 1_700_000_000_500_000
     assert "sequence-default" in numbers.degraded
-    assert store(tmp_path).next() == 1_700_000_000_500_010, "and is made good"
+    assert store(tmp_path).next() == 1_700_000_000_500_001, "and is made good"
 
 
 def test_a_state_dir_that_cannot_be_written_means_the_wall_clock_and_a_reason(tmp_path):

@@ -8,6 +8,7 @@ from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges.backends.base import Backend, Probing, Reserving
 from kvtierd.edges.backends.fs import FsBackend
+from kvtierd.edges.backends.fs_tree import BLOCKS, is_namespace
 from kvtierd.edges.backends.memory import MemoryBackend
 from kvtierd.edges.backends.object_tier import make_object_backend
 from kvtierd.edges.backends.registry import make_added
@@ -28,6 +29,16 @@ def make_backend(tier: StorageTier) -> Backend:
     if tier.url.startswith("memory://"):
         return MemoryBackend(tier.name)
     return make_object_backend(tier)
+
+
+def holds_blocks(tier: StorageTier) -> bool:
+    """Say whether a quick look at the tier's storage shows that there was an earlier run."""
+    if not isinstance(tier, FsTier):
+        return False
+    try:
+        return any(is_namespace(path.name) for path in (tier.path / BLOCKS).iterdir())
+    except OSError:
+        return False
 
 
 def make_spec(tier: StorageTier, backend: Backend, pool_bytes: int) -> TierSpec:

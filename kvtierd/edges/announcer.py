@@ -1,0 +1,118 @@
+"""Between the core's turns and the hub: what readers are told is recorded first, and a restart's difference.
+
+A reader that was connected when the daemon ended comes back a moment after the sockets are open again (ZeroMQ
+tries every 100 to 200 ms). A PUB socket does not wait for it, so what is to be told is held for
+:data:`REJOIN` seconds, but for the first run of all; requests are answered meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from kvtierd.core.model import TierEvent
+from kvtierd.core.stimuli import Found
+from kvtierd.edges.journal import Journal
+from kvtierd.wire.announced import Announced, TierLabel, Told
+
+REJOIN = 0.5
+"""Seconds for readers to connect again before they are told the difference."""
+
+
+class Hub(Protocol):
+    """Where events go."""
+
+    def seed(self, events: Sequence[TierEvent]) -> None:
+        """Know residencies that readers were told of by an earlier run; nothing is sent."""
+
+    def publish(self, events: Sequence[TierEvent]) -> None:
+        """Tell every audience one turn's events."""
+
+
+class Announcer:
+    """Tells the hub what readers do not know yet. :meth:`load` first (any thread), then the loop's thread.
+
+    ``tiers``: those whose events are on, in drain order. ``fresh``: whether there can have been no earlier
+    run, should there be no journal.
+    """
+
+    def __init__(self, hub: Hub, journal: Journal, tiers: Sequence[TierLabel], *, fresh: bool = True) -> None:
+        self._hub = hub
+        self._journal = journal
+        self._tiers = tiers
+        self._fresh = fresh
+        self._announced = Announced(tiers, None)
+        self._held: list[Told] | None = []
+        self._finished = False
+
+    def load(self) -> None:
+        """Read the journal, and seed the hub with what readers know. May take seconds."""
+        self._announced = Announced(self._tiers, self._journal.load())
+        self._journal.follow(self._announced)
+        told = self._announced.begin()
+        self._hub.seed(told.seeds)
+        first = self._fresh and not self._journal.continued
+        self._held = None if first else [Told([], told.events)]
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let events out, at once or when readers had time to come back; the hub's sockets are open."""
+        if self._held is not None:
+            loop.call_later(REJOIN, self.release)
+
+    def publish(self, events: Sequence[TierEvent], scanned: Iterable[str] = ()) -> None:
+        """Tell what is new in one turn's events; ``scanned``: tiers whose scan ended with it."""
+        if self._finished:
+            return
+        told = self._announced.advance(events, scanned=scanned)
+        if self._held is not None:
+            self._held.append(told)
+        else:
+            self._tell(told)
+
+    def release(self) -> None:
+        """Tell what was held."""
+        held, self._held = self._held, None
+        for told in held or ():
+            self._tell(told)
+
+    def known(self, found: Found) -> Found:
+        """Return a part of a scan with the descriptions that are in memory already."""
+        known = self._announced.known
+        return replace(
+            found, blocks=[replace(item, block=known(found.tier, item.block)) for item in found.blocks]
+        )
+
+    def tick(self) -> None:
+        """Do the journal's upkeep."""
+        if self._held is None:
+            self._journal.tick()
+
+    def finish(self) -> None:
+        """Tell what is held, then nothing any more: what changes from now on is found at the next start."""
+        self.release()
+        self._finished = True
+
+    def close(self, flushed: bool) -> None:
+        """End the journal. ``flushed``: all that was told has left the process. Waits for the disk."""
+        self._journal.close(flushed=flushed)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return plain values by name."""
+        return {
+            **self._journal.statistics(),
+            "announced": len(self._announced),
+            "unconfirmed": self._announced.unconfirmed,
+            "confirmed": self._announced.confirmed,
+            "repeated": self._announced.repeated,
+            "unmatched": self._announced.unmatched,
+            "holding": self._held is not None,
+        }
+
+    def _tell(self, told: Told) -> None:
+        if told.seeds:
+            self._hub.seed(told.seeds)
+        if told.events:
+            self._journal.append(told.events)
+            self._hub.publish(told.events)

@@ -1,0 +1,110 @@
+"""What readers are told goes out after it was recorded, and after they had time to come back."""
+
+import asyncio
+
+import pytest
+
+from kvtierd.core.model import Block, BlockId, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.stimuli import Found, FoundBlock
+from kvtierd.edges import announcer as announcers
+from kvtierd.edges.announcer import Announcer
+from kvtierd.edges.journal import Journal
+from kvtierd.testing.clock import wait_for
+from kvtierd.testing.rig import key, meta
+from kvtierd.wire.announced import TierLabel
+
+CPU = TierLabel("cpu", Medium.CPU, None)
+DISK = TierLabel("disk", Medium.STORAGE, Locality.LOCAL)
+
+
+def block(number):
+    return Block(BlockId("space", key(number)), 4096, meta(number))
+
+
+def event(kind, label, described):
+    return TierEvent(EventKind[kind], *label, described)
+
+
+A, B = block(1), block(2)
+
+
+class Life:
+    """One run; ``heard`` is what the hub was given, in order, with the journal's size at that moment."""
+
+    def __init__(self, folder, *, fresh=True):
+        self.folder = folder
+        self.heard = []
+        self.journal = Journal(folder, clock=lambda: 1.0, boot="b")
+        self.announcer = Announcer(self, self.journal, [CPU, DISK], fresh=fresh)
+        self.announcer.load()
+
+    def seed(self, events):
+        self.heard += [("seed", e) for e in events]
+
+    def publish(self, events):
+        recorded = self.journal.statistics()["entries"]
+        assert recorded == len([1 for verb, _ in self.heard if verb == "publish"]) + len(events), (
+            "recorded before"
+        )
+        self.heard += [("publish", e) for e in events]
+
+    @property
+    def holding(self):
+        return self.announcer.statistics()["holding"]
+
+
+def test_the_first_run_of_all_holds_nothing_back(tmp_path):
+    life = Life(tmp_path)
+    life.announcer.publish([event("STORED", CPU, A)])
+    assert life.heard == [("publish", event("STORED", CPU, A))]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_later_run_seeds_at_once_and_tells_when_readers_had_time_to_come_back(tmp_path, monkeypatch, fresh):
+    monkeypatch.setattr(announcers, "REJOIN", 0.01)
+    Life(tmp_path).announcer.publish([event("STORED", CPU, A), event("STORED", DISK, A)])
+
+    async def main():
+        life = Life(tmp_path, fresh=fresh)
+        seeds = [("seed", event("STORED", CPU, A)), ("seed", event("STORED", DISK, A))]
+        assert sorted(life.heard, key=str) == sorted(seeds, key=str)
+        life.announcer.publish([event("STORED", DISK, A)], scanned=["disk"])
+        life.announcer.publish([event("STORED", CPU, B)])
+        assert len(life.heard) == 2
+        assert life.holding
+        life.announcer.start(asyncio.get_running_loop())
+        assert await asyncio.to_thread(wait_for, lambda: not life.holding, "readers to be back")
+        assert [e.kind.value for verb, e in life.heard[2:]] == ["removed", "removed", "stored", "stored"]
+
+    asyncio.run(main())
+
+
+def test_a_lost_record_is_a_later_run_too(tmp_path):
+    assert Life(tmp_path, fresh=False).holding
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "announced-1").write_bytes(b"garbage")
+    assert Life(tmp_path / "other").holding
+
+
+def test_what_is_held_at_the_end_is_told_and_nothing_after_it(tmp_path):
+    Life(tmp_path).announcer.publish([event("STORED", CPU, A)])
+    life = Life(tmp_path)
+    life.announcer.finish()
+    assert life.heard[-1] == ("publish", event("REMOVED", CPU, A))
+    life.announcer.publish([event("STORED", DISK, B)])
+    assert life.heard[-1] == ("publish", event("REMOVED", CPU, A))
+    life.announcer.close(True)
+    after = Life(tmp_path)
+    assert after.heard == []
+    assert after.journal.lost is None
+
+
+def test_a_scans_descriptions_are_those_in_memory(tmp_path):
+    first = Life(tmp_path)
+    first.announcer.publish([event("STORED", DISK, A)])
+    first.announcer.close(True)
+    life = Life(tmp_path)
+    known = life.heard[0][1].block
+    found = life.announcer.known(Found("disk", [FoundBlock(block(1), 4096), FoundBlock(B, 4096)]))
+    assert [item.block is known for item in found.blocks] == [True, False]
+    assert found.blocks[1].block is B

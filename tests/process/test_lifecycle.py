@@ -300,22 +300,6 @@ def test_two_signals_in_a_row_are_one_clean_end(make: Make) -> None:
         assert process.wait(10) == 0
 
 
-def test_after_a_crash_the_files_are_hits_and_a_new_router_learns_them(rig: DaemonRig) -> None:
-    """L71, L98: every file announced before the kill; the stream folds to the inventory."""
-    made = chain(30)
-    for _ in range(2):
-        session = rig.attach()
-        store(session, made)
-        rig.settle()
-        rig.restart(crash=True)
-        rig.attach()
-        rig.agree()
-        assert {entry.medium for entry in rig.router.resident} == {"STORAGE"}
-        assert len(rig.router.resident) == 30
-    session = rig.attach()
-    assert load(session, made) == ["disk"] * 30
-
-
 def test_batch_numbers_go_on_after_a_stop_and_never_back_after_a_crash(rig: DaemonRig) -> None:
     """EVENTS: a router drops what comes with an old number."""
     session = rig.attach()

@@ -97,8 +97,10 @@ class Gate:
         elif seconds < TARGET:
             self.window = min(float(self.budget), max(self.window, size) * 1.5)
         if seconds > 0:
-            now = size / seconds
-            self.pace = now if not self.pace else self.pace + PACE_WEIGHT * (now - self.pace)
+            # Averaged as seconds per byte: a tier that turns slow shows at once, not after many writes.
+            now = seconds / size
+            before = now if not self.pace else 1 / self.pace
+            self.pace = 1 / (before + PACE_WEIGHT * (now - before))
 
     def takes_more(self, backlog: int) -> bool:
         """Whether further blocks may queue behind a backlog of so many bytes."""

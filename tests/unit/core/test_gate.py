@@ -65,6 +65,14 @@ def test_a_backlog_is_refused_until_it_is_half_done():
     assert gate.takes_more(int(100 * BACKLOG_HIGH / 2))
 
 
+def test_a_fast_tier_that_turns_slow_is_known_to_be_slow_after_one_write():
+    gate = Gate(budget=10**9)
+    for _ in range(50):
+        gate.wrote(10**8, 0.1)
+    gate.wrote(10**6, 10.0)
+    assert gate.pace < 10**6
+
+
 def test_a_slow_tier_drops_cascades_and_nothing_else_and_recovers(rigged):
     """L60"""
     rig = rigged(64, [fs_spec("slow", budget=8 * UNIT), fs_spec("fast")])

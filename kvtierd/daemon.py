@@ -132,6 +132,8 @@ class Daemon:
             mover.start_scan(self._found, lambda name=name: self._scanned(name))  # type: ignore[misc]
         self._tick()
         self.state = "ready"
+        if self._hub is not None:
+            log.info("events: %s", ", ".join(f"{k} {v}" for k, v in self._hub.bound_endpoints().items()))
         log.info("ready: engines attach at %s", self._engine.path)
 
     async def _prefault(self, pool: Pool) -> None:
@@ -232,28 +234,31 @@ class Daemon:
 
     def _scanned(self, tier: str) -> None:
         self.turn([stimuli.Found(tier, (), last=True)])
-        log.info("tier %s: scan ended", tier)
+        assert self._ladder is not None
+        held = self._ladder.stack.by_name[tier]
+        log.info("tier %s: indexed, %d blocks, %d bytes", tier, len(held.blocks), held.used)
 
     # -- turns --------------------------------------------------------------------------------------
 
     def turn(self, batch: Sequence[stimuli.Stimulus]) -> None:
         """Run stimuli through the ladder, carry the effects out and publish the events."""
-        ladder = self._ladder
-        if ladder is None or self._failure is not None:
+        if self._ladder is None or self._failure is not None:
             return
-        answers: dict[int, list[effects.Reply]] = defaultdict(list)
         try:
-            for stimulus in batch:
-                for effect in ladder.handle(stimulus, self._loop.time()):
-                    if isinstance(effect, effects.Answer):
-                        answers[effect.session].append(effect.reply)
-                    else:
-                        self._movers[effect.tier].submit(effect)
-            if self._paranoid:
-                validate(ladder)
+            self._run_turn(self._ladder, batch)
         except Exception as error:
             self._fail(error)
-            return
+
+    def _run_turn(self, ladder: Ladder, batch: Sequence[stimuli.Stimulus]) -> None:
+        answers: dict[int, list[effects.Reply]] = defaultdict(list)
+        for stimulus in batch:
+            for effect in ladder.handle(stimulus, self._loop.time()):
+                if isinstance(effect, effects.Answer):
+                    answers[effect.session].append(effect.reply)
+                else:
+                    self._movers[effect.tier].submit(effect)
+        if self._paranoid:
+            validate(ladder)
         for session, replies in answers.items():
             self._deliver(session, replies)
         events = ladder.take_events()
@@ -277,14 +282,26 @@ class Daemon:
     def _describe(self, namespace: str) -> None:
         """Leave a readable record of the namespace beside its blocks; best effort."""
         assert self._ladder is not None
-        layout = self._ladder.stack.primary.spaces[namespace].layout
+        spaces = self._ladder.stack.primary.spaces
+        layout = spaces[namespace].layout
+        for other in (space.layout for space in spaces.values()):
+            if other != layout and other.differs_only_in_hashing(layout):
+                log.warning(
+                    "model %r: blocks hashed with %r, seed %r share nothing with those of %r, seed %r:"
+                    " give all engines one hash seed (PYTHONHASHSEED)",
+                    layout.model,
+                    layout.hash_algorithm,
+                    layout.hash_seed,
+                    other.hash_algorithm,
+                    other.hash_seed,
+                )
         for mover in self._movers.values():
             mover.describe(namespace, layout)
 
     def _fail(self, error: Exception) -> None:
-        """A bug: say all that is known and end, because a wrong ledger could serve wrong bytes."""
-        log.critical("the core failed; the daemon ends so that no wrong byte is served", exc_info=error)
-        failure = InvariantBroken(f"the core failed: {error!r}")
+        """A bug: say all that is known and end. A wrong ledger could serve wrong bytes, a lost event lies."""
+        log.critical("a turn failed; the daemon ends so that nothing wrong is served or told", exc_info=error)
+        failure = InvariantBroken(f"a turn failed: {error!r}")
         failure.__cause__ = error
         self._failure = failure
         self._stop.set()

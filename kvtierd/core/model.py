@@ -83,6 +83,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the 32 hex digits that name this layout (SHA-256 over the msgpack of all fields)."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:32]
 
+    def differs_only_in_hashing(self, other: Layout) -> bool:
+        """Whether the two would share all blocks, were it not for the hash algorithm or seed."""
+        hashing = {"hash_algorithm": other.hash_algorithm, "hash_seed": other.hash_seed}
+        return self != other and msgspec.structs.replace(self, **hashing) == other
+
 
 class BlockMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an event needs to describe a block by itself (field meanings as in vLLM's ``BlockStored``).

@@ -1,12 +1,13 @@
 """What an engine holds ends on its word or its death, never by time alone."""
 
+import msgspec
 import pytest
 
 from kvtierd.core.effects import Attached, Refused
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Group, KeyState, Layout
 from kvtierd.core.stimuli import Acknowledge, Attach, Goodbye, ProcessDied, Release, Role, SessionClosed, Stop
-from kvtierd.testing.rig import fs_spec, key
+from kvtierd.testing.rig import LAYOUT, fs_spec, key
 
 
 def revoke_by_close(rig):
@@ -151,3 +152,12 @@ def test_a_clean_stop_announces_that_the_pool_is_gone_leaf_first(rigged):
     rig.feed(Stop())
     assert rig.story()[-2:] == [("removed", "cpu", 2), ("removed", "cpu", 1)]
     assert rig.inventory() == {("disk", key(1)), ("disk", key(2))}
+
+
+def test_layouts_that_differ_only_in_hashing_are_told_apart_from_others():
+    """L74 (what the daemon's warning is about)"""
+    seeded = msgspec.structs.replace(LAYOUT, hash_seed="1", hash_algorithm="sha256")
+    assert seeded.differs_only_in_hashing(LAYOUT)
+    assert seeded.namespace() != LAYOUT.namespace()
+    assert not LAYOUT.differs_only_in_hashing(LAYOUT)
+    assert not msgspec.structs.replace(seeded, dtype="other").differs_only_in_hashing(LAYOUT)

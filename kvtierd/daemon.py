@@ -1,4 +1,4 @@
-"""Builds everything and runs the turns: the only module that knows every room.
+"""Runs the turns between the rooms. With :mod:`kvtierd.assembly`, which makes them, all that knows them all.
 
 One turn: stimuli go into the ladder, effects come out, the tiers' queues are drained in order, answers and
 one batch of events leave. A turn is synchronous, so that order is a property of the code. Nothing but a turn
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -18,30 +17,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from kvtierd import __version__
+from kvtierd import __version__, assembly
 from kvtierd.config.schema import CpuTier, TierFile
 from kvtierd.core import effects, stimuli
 from kvtierd.core.invariants import validate
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.model import Medium
-from kvtierd.core.policies import POLICIES
-from kvtierd.core.tier import TierSpec
 from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.backends.base import Backend
-from kvtierd.edges.backends.factory import holds_blocks, make_backend, make_spec
+from kvtierd.edges.backends.factory import holds_blocks, make_backend
 from kvtierd.edges.engine import EngineServer
 from kvtierd.edges.hub import EventHub
-from kvtierd.edges.journal import TAIL, Journal
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
 from kvtierd.edges.pool import Pool
-from kvtierd.edges.unix_socket import CannotCreate, make_folder
+from kvtierd.edges.unix_socket import make_folder
 from kvtierd.errors import InvariantBroken, PoolError
-from kvtierd.wire.announced import TierLabel
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +108,14 @@ class Daemon:
         await self._prefault(self._pool)
         await self._loop.run_in_executor(None, pinning.pin, self._pool, config.pool.pin)
         await self._open_tiers()
-        self._ladder = self._make_ladder(self._pool)
+        self._ladder = assembly.make_ladder(config, self._pool, self._backends)
         if config.events.enabled:
-            self._hub = await self._loop.run_in_executor(None, self._make_hub)
+            self._hub = await self._loop.run_in_executor(None, assembly.make_hub, config, self._fresh)
             self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
             await self._loop.run_in_executor(None, self._merged.load, self._loop)
-            self._announcer = self._make_announcer(self._merged, self._ladder)
+            self._announcer = assembly.make_announcer(
+                config, self._merged, self._ladder, self._loop, fresh=self._fresh
+            )
             await self._loop.run_in_executor(None, self._announcer.load)
             self._hub.start(self._loop)
             self._announcer.start(self._loop)
@@ -167,51 +163,6 @@ class Daemon:
             backend = make_backend(tier)
             await self._loop.run_in_executor(None, backend.open)
             self._backends[tier.name] = backend
-
-    def _make_ladder(self, pool: Pool) -> Ladder:
-        config = self.tier_file
-        primary, *secondaries = config.tiers
-        specs = []
-        for tier in secondaries:
-            assert not isinstance(tier, CpuTier)
-            specs.append(make_spec(tier, self._backends[tier.name], pool.bytes))
-        return Ladder(
-            pool_id=pool.pool_id,
-            pool_bytes=pool.bytes,
-            primary=TierSpec(
-                name=primary.name,
-                medium=Medium.CPU,
-                events=primary.events,
-                policy=POLICIES[primary.policy],
-            ),
-            secondaries=specs,
-            job_ttl=config.engine.job_ttl,
-            lease_ttl=config.engine.lease_ttl,
-        )
-
-    def _make_hub(self) -> EventHub:
-        config = self.tier_file
-        with contextlib.suppress(CannotCreate):  # without it numbers start from the clock, which status says
-            make_folder("state_dir", config.state_dir)
-        return EventHub(
-            config.events,
-            tiers={tier.name: tier.type for tier in config.tiers if tier.events},
-            state_dir=config.state_dir,
-            clock=time.time,
-            endpoints_file=config.runtime_dir / "events.json",
-            fresh=self._fresh,
-        )
-
-    def _make_announcer(self, stream: MergedStream, ladder: Ladder) -> Announcer:
-        config = self.tier_file
-        specs = [tier.spec for tier in (ladder.stack.primary, *ladder.stack.secondaries)]
-        journal = Journal(
-            config.state_dir,
-            background=functools.partial(self._loop.run_in_executor, None),
-            tail=TAIL + max((audience.coalesce or 0.0 for audience in config.events.audiences), default=0.0),
-        )
-        labels = [TierLabel(spec.name, spec.medium, spec.locality) for spec in specs if spec.events]
-        return Announcer(stream, journal, labels, fresh=self._fresh)
 
     def _make_movers(self, pool: Pool) -> None:
         for tier in self.tier_file.tiers[1:]:

@@ -1,0 +1,79 @@
+"""Makes a daemon's larger rooms from its tier file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Mapping
+
+from kvtierd.config.schema import CpuTier, TierFile
+from kvtierd.core.ladder import Ladder
+from kvtierd.core.model import Medium
+from kvtierd.core.policies import POLICIES
+from kvtierd.core.tier import TierSpec
+from kvtierd.edges.announcer import Announcer
+from kvtierd.edges.backends.base import Backend
+from kvtierd.edges.backends.factory import make_spec
+from kvtierd.edges.hub import EventHub
+from kvtierd.edges.journal import TAIL, Journal
+from kvtierd.edges.merge import MergedStream
+from kvtierd.edges.pool import Pool
+from kvtierd.edges.unix_socket import CannotCreate, make_folder
+from kvtierd.wire.announced import TierLabel
+
+
+def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]) -> Ladder:
+    """Return the core for a pool and opened backends (by tier name)."""
+    primary, *secondaries = tier_file.tiers
+    specs = []
+    for tier in secondaries:
+        assert not isinstance(tier, CpuTier)
+        specs.append(make_spec(tier, backends[tier.name], pool.bytes))
+    return Ladder(
+        pool_id=pool.pool_id,
+        pool_bytes=pool.bytes,
+        primary=TierSpec(
+            name=primary.name,
+            medium=Medium.CPU,
+            events=primary.events,
+            policy=POLICIES[primary.policy],
+        ),
+        secondaries=specs,
+        job_ttl=tier_file.engine.job_ttl,
+        lease_ttl=tier_file.engine.lease_ttl,
+    )
+
+
+def make_hub(tier_file: TierFile, fresh: bool) -> EventHub:
+    """Return the event hub; ``fresh``: no tier held blocks before. Reads files: call it off the loop."""
+    with contextlib.suppress(CannotCreate):  # without it numbers start from the clock, which status says
+        make_folder("state_dir", tier_file.state_dir)
+    return EventHub(
+        tier_file.events,
+        tiers={tier.name: tier.type for tier in tier_file.tiers if tier.events},
+        state_dir=tier_file.state_dir,
+        clock=time.time,
+        endpoints_file=tier_file.runtime_dir / "events.json",
+        fresh=fresh,
+    )
+
+
+def make_announcer(
+    tier_file: TierFile,
+    stream: MergedStream,
+    ladder: Ladder,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    fresh: bool,
+) -> Announcer:
+    """Return what tells the stream of the ladder's events and keeps the announced journal."""
+    specs = [tier.spec for tier in (ladder.stack.primary, *ladder.stack.secondaries)]
+    journal = Journal(
+        tier_file.state_dir,
+        background=functools.partial(loop.run_in_executor, None),
+        tail=TAIL + max((audience.coalesce or 0.0 for audience in tier_file.events.audiences), default=0.0),
+    )
+    labels = [TierLabel(spec.name, spec.medium, spec.locality) for spec in specs if spec.events]
+    return Announcer(stream, journal, labels, fresh=fresh)

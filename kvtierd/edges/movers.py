@@ -83,6 +83,7 @@ class Mover:
         self._ended: deque[Ended] = deque()
         self._waking = False
         self._closing = False
+        self._closed = False
         self._idle: asyncio.Event | None = None
         self._known_errors: set[tuple[str, str]] = set()
         self._stalls = 0
@@ -117,10 +118,10 @@ class Mover:
 
     def _refusal(self, effect: Work, blocks: int) -> str:
         """Return why an effect is not begun, or nothing."""
-        if self._closing:
+        if self._closed or (self._closing and not isinstance(effect, Delete)):
             return "closing"
         if isinstance(effect, Delete):
-            return ""
+            return ""  # also at the end: what was removed must not be found at the next start
         if isinstance(effect, Probe) and not isinstance(self._backend, Probing):
             return "the tier's storage cannot be probed"
         threads = self._threads_of(effect)
@@ -171,16 +172,25 @@ class Mover:
         self._idle = asyncio.Event()
         self._check_idle()
         try:
-            await asyncio.wait_for(self._idle.wait(), deadline)
+            await asyncio.wait_for(self._wait_idle(self._idle), deadline)
         except TimeoutError:
+            self._closed = True
             self._give_up()
             return False
         finally:
+            self._closed = True
             self._readers.stop()
             self._writers.stop()
             if self._timer is not None:
                 self._timer.cancel()
         return True
+
+    async def _wait_idle(self, idle: asyncio.Event) -> None:
+        while True:
+            await idle.wait()
+            if not self._operations:
+                return
+            idle.clear()  # the last answer brought a deletion
 
     def _give_up(self) -> None:
         for threads in (self._readers, self._writers):
@@ -350,8 +360,8 @@ class Mover:
     def _finish(self, operation: Operation) -> None:
         del self._operations[operation.effect.op]
         self._figures[kind_of(operation.effect)].take(operation)
-        self._check_idle()
         self._answer(operation)
+        self._check_idle()
 
     def _answer(self, operation: Operation) -> None:
         op = operation.effect.op

@@ -124,6 +124,7 @@ class RestartMachine(RuleBasedStateMachine):
     # -- one process --------------------------------------------------------------------------------
 
     def start(self):
+        self.bury()
         specs = [fs_spec("disk", self.disk)]
         if self.lake != "absent":
             specs.append(fs_spec("lake", None, self.lake))
@@ -145,9 +146,11 @@ class RestartMachine(RuleBasedStateMachine):
         self.tell(told.events)
 
     def bury(self):
-        """Close the descriptor of a process that is gone."""
-        if self.journal is not None and self.journal._current is not None:
-            self.journal._current.close()
+        """Close the descriptors of a process that is gone."""
+        if self.journal is not None:
+            for file in (self.journal._current, *self.journal._old):
+                if file is not None:
+                    file.close()
 
     def tell(self, events):
         """The daemon's order: record, then send. A kill may come anywhere."""

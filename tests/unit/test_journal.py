@@ -27,12 +27,27 @@ def clock():
     return Time()
 
 
+_journals = []
+
+
+@pytest.fixture(autouse=True)
+def buried():
+    """Close the descriptors of lives that were killed."""
+    yield
+    for journal in _journals:
+        for file in (journal._current, *journal._old):
+            if file is not None:
+                file.close()
+    _journals.clear()
+
+
 class Life:
     """One run of a daemon that has nothing but a set and its journal."""
 
     def __init__(self, folder, clock, *, boot="b0", slack=4, **options):
         self.clock = clock
         self.journal = Journal(folder, clock=clock, boot=boot, slack=slack, **options)
+        _journals.append(self.journal)
         self.history = self.journal.load()
         self.announced = Announced([DISK], self.history)
         self.journal.follow(self.announced)

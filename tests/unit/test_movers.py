@@ -239,6 +239,23 @@ async def test_close_gives_up_on_a_stuck_backend_and_answers_everything_once():
 
 
 @run
+async def test_a_deletion_is_carried_out_while_closing_and_waited_for():
+    """What was removed must not be found at the next start."""
+    bench = Bench(writers=1)
+    with bench.backend.hold("write") as hold:
+        bench.mover.submit(Write(0, "ram", at(0)))
+        await entered(hold)
+        closing = asyncio.create_task(bench.mover.close(30))
+        await asyncio.to_thread(lambda: None)
+        bench.mover.submit(Delete(1, "ram", (at(0)[0].block.id,)))
+    assert await closing is True
+    assert statuses(bench.finished[1]) == [Status.OK]
+    bench.mover.submit(Delete(2, "ram", (at(0)[0].block.id,)))
+    (refused,) = await bench.outcomes(2)
+    assert refused.reason == "closing"
+
+
+@run
 async def test_closing_an_idle_mover_ends_its_threads():
     bench = Bench()
     assert await bench.mover.close(10) is True

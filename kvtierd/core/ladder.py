@@ -19,6 +19,7 @@ from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.loads import Loads
 from kvtierd.core.model import BlockKey, TierEvent, block_ids
 from kvtierd.core.policies.lru import Lru
+from kvtierd.core.resets import Resets
 from kvtierd.core.residency import leaf_first
 from kvtierd.core.sessions import Session, Sessions
 from kvtierd.core.stack import Stack
@@ -72,6 +73,7 @@ class Ladder:
         self.stores = Stores(self.stack, self.sessions, self.custody, self.cascade, job_ttl)
         self.loads = Loads(self.stack, self.sessions, self.custody, lease_ttl)
         self.inventory = inventory.Pages(self.stack)
+        self.resets = Resets(self.stack)
         self.stopping = False
         self._handlers: dict[type, Handler] = {
             stimuli.Lookup: self.loads.lookup,
@@ -256,9 +258,8 @@ class Ladder:
 
     def _reset(self, session: Session, request: stimuli.Reset) -> None:
         tiers = self.stack.names if request.tiers is None else request.tiers
-        count = self.stack.reset(session.namespace, tiers)
+        self.resets.begin(session.number, request.id, session.namespace, tiers)
         self.loads.cancelled()
-        self.stack.answer(session.number, Done(id=request.id, count=count))
 
     def _acknowledge(self, session: Session, request: stimuli.Acknowledge) -> None:
         self.custody.acknowledged(session.engine, session.process, request.fence)
@@ -279,6 +280,7 @@ class Ladder:
         if session is None:
             return
         self.inventory.forget(number)
+        self.resets.forget_session(number)
         self.loads.forget_session(number)
         for job in [job for job in self.sessions.jobs.values() if job.session == number]:
             self.stores.revoke(job)
@@ -321,6 +323,7 @@ class Ladder:
             self.loads.read(operation, outcomes)
         else:
             self.upkeep.deleted(operation, outcomes)
+        self.resets.finished(operation.tier, (outcome.id for outcome in outcomes))
         self._trim(operation.tier)
         self.cascade.pump(operation.tier)
 

@@ -108,7 +108,10 @@ class Evict(Request, frozen=True, kw_only=True, tag="evict"):
 
 
 class Reset(Request, frozen=True, kw_only=True, tag="reset"):
-    """Remove every block of the session's namespace from the named tiers (``None``: all)."""
+    """Remove every block of the session's namespace from the named tiers (``None``: all).
+
+    Answered when the blocks' storage is gone, so that no restart finds them again.
+    """
 
     tiers: tuple[str, ...] | None = None
 

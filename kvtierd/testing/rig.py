@@ -258,8 +258,9 @@ class LadderRig:
         return self.answer(number, effects.Done).count
 
     def reset(self, *tiers: str) -> int:
-        """Reset tiers (none named: all) and return how many residencies ended."""
-        return self.answer(self.ask(stimuli.Reset, tiers=tiers or None), effects.Done).count
+        """Reset tiers (none named: all); return the residencies ended, 0 while storage is not gone yet."""
+        number = self.ask(stimuli.Reset, tiers=tiers or None)
+        return self.answer(number, effects.Done).count if number in self.answers else 0
 
     # -- truth --------------------------------------------------------------------------------------
 

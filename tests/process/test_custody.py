@@ -41,7 +41,9 @@ class EngineProcess:
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], 20)[0], "the engine is silent"
+        poller = select.poll()
+        poller.register(self._process.stdout, select.POLLIN)
+        assert poller.poll(20_000), "the engine is silent"
         return json.loads(self._process.stdout.readline())
 
     def kill(self) -> None:

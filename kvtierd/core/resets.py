@@ -1,0 +1,70 @@
+"""Resets that wait for storage: answered when a restart could not find the removed blocks any more.
+
+A reset follows a change of weights, so a block that came back after a crash would be wrong bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtierd.core.effects import Done
+from kvtierd.core.model import BlockId
+from kvtierd.core.stack import Stack
+from kvtierd.core.tier import SecondaryTier
+
+
+@dataclass(slots=True)
+class _Waiting:
+    session: int
+    request: int
+    count: int
+    left: dict[str, set[BlockId]]
+    """By tier: blocks whose deletion is under way, or due when their write ends."""
+
+
+class Resets:
+    """The resets that are not answered yet."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._waiting: list[_Waiting] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, session: int, request: int, namespace: str, tiers: Sequence[str]) -> None:
+        """Remove a namespace from tiers; answer now or when its storage is gone."""
+        count = self._stack.reset(namespace, tiers)
+        left = {}
+        for tier in self._stack.secondaries:
+            if tier.name in tiers:
+                under_way = (*tier.deletes, *tier.doomed)
+                if ids := {block_id for block_id in under_way if block_id.namespace == namespace}:
+                    left[tier.name] = ids
+        waiting = _Waiting(session, request, count, left)
+        if left:
+            self._waiting.append(waiting)
+        else:
+            self._answer(waiting)
+
+    def finished(self, tier: SecondaryTier, ids: Iterable[BlockId]) -> None:
+        """Take note that an operation on these blocks ended."""
+        if not self._waiting:
+            return
+        gone = [block_id for block_id in ids if block_id not in tier.deletes and block_id not in tier.doomed]
+        for waiting in self._waiting:
+            if (left := waiting.left.get(tier.name)) is not None:
+                left.difference_update(gone)
+                if not left:
+                    del waiting.left[tier.name]
+        for waiting in [waiting for waiting in self._waiting if not waiting.left]:
+            self._waiting.remove(waiting)
+            self._answer(waiting)
+
+    def forget_session(self, number: int) -> None:
+        """Drop what a closed session waited for."""
+        self._waiting = [waiting for waiting in self._waiting if waiting.session != number]
+
+    def _answer(self, waiting: _Waiting) -> None:
+        self._stack.answer(waiting.session, Done(id=waiting.request, count=waiting.count))

@@ -399,6 +399,7 @@ def test_a_writer_killed_between_the_parts_of_a_block_leaves_none(backend, root,
 
 
 def test_readers_see_whole_blocks_while_slots_are_recycled(backend):
+    """Or none at all: two operations on one block at a time, which the core never starts, may miss it."""
     write(backend, block(1), payload(0))
     stop = threading.Event()
 
@@ -417,7 +418,8 @@ def test_readers_see_whole_blocks_while_slots_are_recycled(backend):
     finally:
         stop.set()
         writer.join(30)
-    assert seen <= {payload(number) for number in range(5)}
+    assert seen - {Status.GONE} <= {payload(number) for number in range(5)}
+    assert seen != {Status.GONE}
 
 
 def test_two_daemons_on_one_root_are_told_apart(backend, root, monkeypatch):

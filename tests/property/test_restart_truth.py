@@ -158,8 +158,11 @@ class RestartMachine(RuleBasedStateMachine):
         size = path.stat().st_size
         if self.doom == "before the record" and events:
             raise Killed
+        before = set(path.parent.iterdir())
         self.journal.append(events)
         if self.doom == "within the record" and events and path.exists():
+            for later in set(path.parent.iterdir()) - before:
+                later.unlink()  # begun after the record was whole, which it never was
             grown = path.stat().st_size
             os.truncate(path, size + (grown - size) // 2)
             raise Killed

@@ -414,9 +414,9 @@ def test_a_block_whose_engine_says_nothing_is_told_after_the_hold(tmp_path, ends
                 rig.tell([tier_event(9)], committed=True)
                 await until(lambda: rig.on("CPU") == {9})
                 took = asyncio.get_running_loop().time() - begun
-                assert took >= 0.05
+                assert took >= 0.0499  # the loop rounds to its clock
                 assert rig.merged.statistics()["hold_timeouts"] == 1
-                assert rig.merged.statistics()["longest_hold_seconds"] >= 0.05
+                assert rig.merged.statistics()["longest_hold_seconds"] >= 0.0499
 
     run(main())
 

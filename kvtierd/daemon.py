@@ -292,7 +292,7 @@ class Daemon:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline - grace / 2):
                     await self._written()
-            self.turn([stimuli.Stop()])
+            self.turn([stimuli.Stop(keep_pool=self._keeps)])
         for mover in self._movers.values():
             if not await mover.close(max(0.1, deadline - self._loop.time() - grace / 4)):
                 self._stuck = True  # a thread may still touch its slots: leave its backend and the pool alone
@@ -310,10 +310,15 @@ class Daemon:
             return
         self._announcer.finish()
         if self._merged is not None:
-            self._merged.close()
+            self._merged.close(keep=self._keeps and self._failure is None)
         await self._hub.close(max(0.1, deadline - self._loop.time()))
         flushed = self._failure is None and self._loop.time() < deadline
         await self._loop.run_in_executor(None, self._announcer.close, flushed)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether readers keep what they know while the daemon is away."""
+        return self.tier_file.events.on_stop == "keep"
 
     async def _written(self) -> None:
         """Wait until nothing is on its way to a secondary."""

@@ -165,7 +165,8 @@ class Events(Section):
     """The event stream. The replay ring of a stream holds at most ``ring_batches`` and ``ring_bytes``.
 
     ``model``: what routers call the served model, for topics with ``{model}``. ``relay``: engines whose own
-    events join the stream.
+    events join the stream. ``on_stop``: whether a clean stop takes back the pool's and the engines' blocks,
+    or leaves readers with them because the next start finds them again.
     """
 
     enabled: bool = True
@@ -177,6 +178,7 @@ class Events(Section):
     ring_bytes: Size = 64 << 20
     heartbeat: Duration = 5.0
     relay: Annotated[tuple[Relay, ...], Strict(False), Field(max_length=1024)] = ()
+    on_stop: Literal["remove", "keep"] = "remove"
 
 
 def render_topic(audience: Audience, model: str | None, environ: Mapping[str, str], rank: int = 0) -> str:

@@ -255,6 +255,8 @@ def problems_between(tier_file: TierFile) -> Iterator[Problem]:
     yield from _tier_problems(tier_file)
     yield from _object_tier_problems(tier_file.tiers)
     yield from audience_problems(tier_file.events)
+    if tier_file.events.on_stop == "keep" and tier_file.pool.backing != "file":
+        yield ("events", "on_stop"), "keep needs a pool that outlives the process: pool.backing: file"
     yield from _endpoint_problems(tier_file)
 
 

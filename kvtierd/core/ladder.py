@@ -107,7 +107,7 @@ class Ladder:
             case stimuli.Tick():
                 self._tick()
             case stimuli.Stop():
-                self._stop()
+                self._stop(stimulus)
             case _:
                 self._worked(stimulus)
         for space in self.stack.primary.spaces.values():
@@ -355,10 +355,12 @@ class Ladder:
         if tier.spec.capacity is not None and not tier.scanning:
             self.upkeep.trim(tier, tier.spec.capacity - tier.writing - tier.stuck_bytes)
 
-    def _stop(self) -> None:
-        """Answer what waits and announce that the pool's blocks go away with the process."""
+    def _stop(self, stop: stimuli.Stop) -> None:
+        """Answer what waits and announce that the pool's blocks go away with the process, if they do."""
         self.stopping = True
         self.loads.finish_all()
+        if stop.keep_pool:
+            return
         for space in self.stack.primary.spaces.values():
             for node in leaf_first(space.blocks):
                 self.stack.primary.forget(node)

@@ -261,7 +261,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Clean stop: answer what waits, announce that the pool's blocks are gone."""
+    """Clean stop: answer what waits; announce that the pool's blocks are gone, unless it is kept."""
+
+    keep_pool: bool = False
 
 
 Worked = Finished | Stalled | Probed | Found

@@ -35,21 +35,32 @@ class Announcer:
     """Tells the hub what readers do not know yet. :meth:`load` first (any thread), then the loop's thread.
 
     ``tiers``: those whose events are on, in drain order. ``fresh``: whether there can have been no earlier
-    run, should there be no journal.
+    run, should there be no journal. ``pool_survived``: whether the pool's blocks of before will be stored again
+    (:meth:`publish` with the CPU tier among ``scanned`` says that all that are left were); without it they are
+    taken back.
     """
 
-    def __init__(self, hub: Hub, journal: Journal, tiers: Sequence[TierLabel], *, fresh: bool = True) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        journal: Journal,
+        tiers: Sequence[TierLabel],
+        *,
+        fresh: bool = True,
+        pool_survived: bool = False,
+    ) -> None:
         self._hub = hub
         self._journal = journal
         self._tiers = tiers
         self._fresh = fresh
+        self._pool_survived = pool_survived
         self._announced = Announced(tiers, None)
         self._held: list[Told] | None = []
         self._finished = False
 
     def load(self) -> None:
         """Read the journal, and seed the hub with what readers know. May take seconds."""
-        self._announced = Announced(self._tiers, self._journal.load())
+        self._announced = Announced(self._tiers, self._journal.load(), pool_survived=self._pool_survived)
         self._journal.follow(self._announced)
         told = self._announced.begin()
         self._hub.seed(told.seeds)

@@ -91,11 +91,14 @@ class MergedStream:
             "longest_hold_seconds": self._hold.longest,
         }
 
-    def close(self) -> None:
-        """Send what waits and take back what the engines announced; the hub's sockets stay open."""
+    def close(self, *, keep: bool = False) -> None:
+        """Send what waits and, unless told to ``keep`` it, take back what the engines announced.
+
+        The hub's sockets stay open.
+        """
         self._flush()
         for link in self._links:
-            link.close()
+            link.close(keep=keep)
         self._links.clear()
         if self._timer is not None:
             self._timer.cancel()

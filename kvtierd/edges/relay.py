@@ -141,11 +141,16 @@ class EngineLink:
         self._work_on()
         self._look()
 
-    def close(self) -> None:
-        """Take back all that the engine announced, since nobody will tell of it any more, and hang up."""
+    def close(self, *, keep: bool = False) -> None:
+        """Take back all that the engine announced, since nobody will tell of it any more, and hang up.
+
+        To ``keep`` it is for a short absence: the record stays, and the next start tells the difference.
+        """
         if self._sub is None:
             return
-        self._post(self._stream.gone())
+        keep = keep and self._journal is not None and self._journal.degraded is None
+        if not keep:
+            self._post(self._stream.gone())
         while self._outbox:
             self._tell_slice()
         for handle in (self._working, self._watch):
@@ -154,7 +159,8 @@ class EngineLink:
         self._hear(False)
         self._close_sockets()
         if self._journal is not None:
-            self._journal.clear()
+            if not keep:
+                self._journal.clear()
             self._journal.close()
 
     def statistics(self) -> dict[str, Any]:

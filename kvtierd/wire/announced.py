@@ -2,10 +2,11 @@
 
 The set survives the daemon in a journal (:mod:`kvtierd.wire.records` is its form). At the next start:
 
-* CPU entries are taken back at once, for the pool is gone; so are those of tiers that left the tier file or
-  changed their labels, with the labels that were told, and those that were told in the last moments before
+* CPU entries are taken back at once, unless the pool survived; so are those of tiers that left the tier file
+  or changed their labels, with the labels that were told, and those that were told in the last moments before
   a crash and may not have got out (they come back as stores when they are found).
-* The other entries stay *unconfirmed* until their tier's scan ends: a store of one changes nothing for a
+* The other entries stay *unconfirmed* until their tier's scan ends (the pool's: until all that survived of
+  it has been stored again): a store of one changes nothing for a
   reader and is swallowed; what the scan did not find is taken back when it ends, before the scan's stores.
   A tier that is only known by asking (a shared bucket, whose scan yields nothing) loses all its entries
   then, and tells of each again when it is found: the daemon's inventory does just that.
@@ -50,16 +51,22 @@ class Told(NamedTuple):
 
 
 class Announced:
-    """The residencies that readers know of. ``tiers``: those whose events are on, in drain order."""
+    """The residencies that readers know of. ``tiers``: those whose events are on, in drain order.
 
-    def __init__(self, tiers: Sequence[TierLabel], history: History | None) -> None:
+    ``pool_survived``: whether CPU entries are to be found again like those of other tiers.
+    """
+
+    def __init__(
+        self, tiers: Sequence[TierLabel], history: History | None, *, pool_survived: bool = False
+    ) -> None:
+        self._pool_survived = pool_survived
         self._labels = {label.name: label for label in tiers}
         self._told: dict[str, dict[BlockId, Block]] = {label.name: {} for label in tiers}
         self._unconfirmed: dict[str, dict[BlockId, Block]] = {}
         self._suspect: set[str] = set()
         self._history = history
         if history is None or not history.whole:
-            self._suspect = {label.name for label in tiers if label.medium is not Medium.CPU}
+            self._suspect = {label.name for label in tiers if self._outlives(label)}
         self.confirmed = 0
         """Entries of before that were found again."""
         self.repeated = 0
@@ -117,7 +124,7 @@ class Announced:
         for label, blocks in sorted(
             history.entries.items(), key=lambda item: item[0].medium is not Medium.CPU
         ):
-            stays = history.whole and label.medium is not Medium.CPU and self._labels.get(label.name) == label
+            stays = history.whole and self._outlives(label) and self._labels.get(label.name) == label
             leaving = doubts.get(label, {}) if stays else blocks
             removals += _removals(label, [block for key, block in blocks.items() if key in leaving])
             if stays:
@@ -142,6 +149,10 @@ class Announced:
             if missing := self._unconfirmed.pop(name, None):
                 again += _removals(self._labels[name], list(missing.values()))
         return Told(told.seeds, again + told.events) if again else told
+
+    def _outlives(self, label: TierLabel) -> bool:
+        """Whether what is in a tier can have outlived the process."""
+        return label.medium is not Medium.CPU or self._pool_survived
 
     def _stored(self, event: TierEvent, told: Told, again: list[TierEvent]) -> None:
         blocks, block = self._told[event.tier], event.block

@@ -210,3 +210,56 @@ def test_a_killed_daemon_tells_what_the_engine_did_meanwhile(make, restarts):
     engine.close()
     all_left(rig)
     has(rig.router, "GPU", [])
+
+
+def test_a_stop_that_keeps_leaves_readers_all_and_the_next_start_tells_the_difference(make):
+    """`events.on_stop: keep`: what the engine removed meanwhile, and what the pool lost."""
+    rig = with_relays(make)
+    rig.edit(lambda body: (body["pool"].update(backing="file"), body["events"].update(on_stop="keep")))
+    rig.restart()
+    engine = Engine(rig)
+    hears(rig)
+    blocks = chain(4)
+    engine.compute(blocks)
+    for medium in ("GPU", "CPU", "STORAGE"):
+        has(rig.router, medium, blocks)
+    rig.settle()
+    engine.session.close()
+    before = rig.router.counts["BlockRemoved"]
+    assert rig.daemon.stop() == 0
+    rig.router.poll(0.3)
+    assert rig.router.counts["BlockRemoved"] == before
+    engine.publisher.publish(BlockRemoved(blocks[3].meta.hashes, "GPU", 0))
+    rig.start()
+    has(rig.router, "GPU", blocks[:3])
+    has(rig.router, "STORAGE", blocks)
+    engine.publisher.close()
+    all_left(rig)
+    rig.router.counts.pop("unknown_removals", None)  # changes of the last second are taken back once more
+    rig.agree()
+
+
+@pytest.mark.parametrize("on_stop", ["remove", "keep"])
+def test_without_a_record_of_the_engine_a_clean_stop_takes_its_blocks_back(make, on_stop):
+    """`unrecorded`: the next run could not tell the difference, so nothing is left to differ."""
+    rig = with_relays(make)
+    rig.edit(lambda body: (body["pool"].update(backing="file"), body["events"].update(on_stop=on_stop)))
+    assert rig.daemon.stop() == 0
+    (rig.folder / "state" / "relay-0").unlink()
+    (rig.folder / "state" / "relay-0").mkdir()
+    rig.start()
+    engine = Engine(rig)
+    hears(rig)
+    blocks = chain(3)
+    engine.compute(blocks)
+    has(rig.router, "GPU", blocks)
+    assert "relay-0" in rig.status()["events"]["relay"]["engines"][0]["unrecorded"]
+    rig.settle()
+    engine.session.close()
+    assert rig.daemon.stop() == 0
+    has(rig.router, "GPU", [])
+    rig.start()
+    has(rig.router, "GPU", blocks)  # the engine's own replay tells it anew
+    engine.publisher.close()
+    all_left(rig)
+    rig.router.counts.pop("unknown_removals", None)

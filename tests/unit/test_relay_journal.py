@@ -93,6 +93,22 @@ def test_a_file_that_cannot_be_written_is_removed_and_said(tmp_path, journal, mo
     journal.append(b"more")
 
 
+def test_it_is_written_whole_again_once_that_works(tmp_path, journal, background, monkeypatch):
+    cache = EngineCache()
+    write(journal, cache, range(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda *_: 0)
+        write(journal, cache, range(5, 6))
+    assert journal.degraded
+    assert not (tmp_path / "relay").exists()
+    write(journal, cache, range(6, 8))  # begins a rewrite, and what comes meanwhile is in it
+    background.run()
+    assert journal.degraded is None
+    write(journal, cache, range(8, 9))
+    place, known = read(tmp_path / "relay")
+    assert (place[0], known) == (8, set(cache.known))
+
+
 def test_a_folder_that_is_not_there_is_said(tmp_path, background):
     journal = RelayJournal(tmp_path / "nowhere" / "relay", background)
     assert journal.load() == b""

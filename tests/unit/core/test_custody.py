@@ -154,6 +154,14 @@ def test_a_clean_stop_announces_that_the_pool_is_gone_leaf_first(rigged):
     assert rig.inventory() == {("disk", key(1)), ("disk", key(2))}
 
 
+def test_a_clean_stop_that_keeps_the_pool_announces_nothing(rigged):
+    rig = rigged(8, [fs_spec()])
+    rig.store(1, 2)
+    told = len(rig.story())
+    rig.feed(Stop(keep_pool=True))
+    assert len(rig.story()) == told
+
+
 def test_layouts_that_differ_only_in_hashing_are_told_apart_from_others():
     """L74 (what the daemon's warning is about)"""
     seeded = msgspec.structs.replace(LAYOUT, hash_seed="1", hash_algorithm="sha256")

@@ -169,3 +169,20 @@ def test_a_found_block_that_says_the_same_is_replaced_by_the_one_that_is_known()
     other = block(2, 7)
     assert announced.known("disk", other) is other
     assert announced.known("lake", other) is other
+
+
+def test_a_pool_that_survived_is_found_again_like_any_tier():
+    announced = Announced(TIERS, history((CPU, A, B, C), (DISK, A)), pool_survived=True)
+    assert announced.begin().events == []
+    assert announced.advance(stored(CPU, A, B)).events == []
+    assert announced.advance([], scanned=["cpu"]).events == removed(CPU, C)
+    assert announced.confirmed == 2
+    assert announced.unconfirmed == 1  # the disk's
+
+
+def test_a_pool_that_survived_its_record_is_removed_then_stored():
+    announced = Announced(TIERS, None, pool_survived=True)
+    announced.begin()
+    assert announced.advance(stored(CPU, A)) == (stored(CPU, A), [*removed(CPU, A), *stored(CPU, A)])
+    assert announced.advance(stored(CPU, B), scanned=["cpu"]).events[-1:] == stored(CPU, B)
+    assert announced.advance(stored(CPU, C)).events == stored(CPU, C)

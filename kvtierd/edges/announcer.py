@@ -35,9 +35,9 @@ class Announcer:
     """Tells the hub what readers do not know yet. :meth:`load` first (any thread), then the loop's thread.
 
     ``tiers``: those whose events are on, in drain order. ``fresh``: whether there can have been no earlier
-    run, should there be no journal. ``pool_survived``: whether the pool's blocks of before will be stored again
-    (:meth:`publish` with the CPU tier among ``scanned`` says that all that are left were); without it they are
-    taken back.
+    run, should there be no journal. ``pool_survived``: whether the pool's blocks of before will be stored
+    again (:meth:`publish` with the CPU tier among ``scanned`` says that all that are left were); without it
+    they are taken back.
     """
 
     def __init__(

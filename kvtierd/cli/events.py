@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtierd.cli.events_curve import add_curve, client_keys
 from kvtierd.cli.events_line import HEADER, SHOWN_TOKENS, Message, human_line, json_line
 from kvtierd.cli.events_watch import add_watch, run_watch
 from kvtierd.cli.main import Subparsers
@@ -17,6 +18,8 @@ from kvtierd.errors import ConfigError, ExitCode, RemoteProtocolError, Unavailab
 
 if TYPE_CHECKING:
     import zmq
+
+    from kvtierd.edges.curve import ClientKeys
 
 POLL = 0.2
 """Seconds; how soon a timeout is noticed."""
@@ -31,6 +34,7 @@ class Source(NamedTuple):
     endpoint: str
     replay: str | None
     topic: str
+    keys: ClientKeys | None = None
 
 
 class Patience:
@@ -106,6 +110,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"print all token ids, not their number ({SHOWN_TOKENS} a block with --json)",
     )
     tail.add_argument("--empty", action="store_true", help="print batches without events (heartbeats) too")
+    add_curve(tail)
     add_watch(actions)
 
 
@@ -150,7 +155,8 @@ def _tail(args: argparse.Namespace, source: Source) -> int:
 
 def _source(args: argparse.Namespace) -> Source:
     if args.config is None:
-        source = Source(args.endpoint or DEFAULT_ENDPOINT, args.replay, args.topic or "")
+        keys = client_keys(args, None)
+        source = Source(args.endpoint or DEFAULT_ENDPOINT, args.replay, args.topic or "", keys)
         if args.since is not None and args.replay is None:
             raise ConfigError("--since needs --replay with the replay endpoint, or --config")
         return source
@@ -164,7 +170,8 @@ def _source(args: argparse.Namespace) -> Source:
                 raise ConfigError(f"audience {audience.name!r} connects to {audience.connect}: listen there")
             replay = args.replay or (audience.replay if args.since is not None else None)
             topic = render_topic(audience, events.model, os.environ) if args.topic is None else args.topic
-            return Source(connectable(audience.bind), replay and connectable(replay), topic)
+            keys = client_keys(args, audience)
+            return Source(connectable(audience.bind), replay and connectable(replay), topic, keys)
     names = ", ".join(audience.name for audience in events.audiences)
     raise ConfigError(f"{args.config}: no audience {args.audience!r}; there are: {names or 'none'}")
 
@@ -192,11 +199,11 @@ def _messages(source: Source, since: int | None, patience: Patience) -> Iterator
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        sub = _connect(context, zmq.SUB, source.endpoint)
+        sub = _connect(context, zmq.SUB, source.endpoint, source.keys)
         sub.setsockopt_string(zmq.SUBSCRIBE, source.topic)
         seen = -1
         if source.replay is not None:
-            for message in _replay(context, source.replay, since or 0, patience):
+            for message in _replay(context, source, since or 0, patience):
                 seen = message.number
                 yield message
         while True:
@@ -211,30 +218,35 @@ def _messages(source: Source, since: int | None, patience: Patience) -> Iterator
 
 
 def _replay(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, patience: Patience
+    context: zmq.Context[zmq.Socket[bytes]], source: Source, start: int, patience: Patience
 ) -> Iterator[Message]:
     import zmq
 
     from kvtierd.wire.stream import END, encode_sequence
 
-    with _connect(context, zmq.DEALER, endpoint) as dealer:
+    assert source.replay is not None
+    with _connect(context, zmq.DEALER, source.replay, source.keys) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.send_multipart([b"", encode_sequence(start)])
         while True:
             frames = _receive(dealer, patience)
             if len(frames) < 3 or len(frames[-2]) != 8:
-                raise RemoteProtocolError(f"{endpoint}: not a replay's reply")
+                raise RemoteProtocolError(f"{source.replay}: not a replay's reply")
             if frames[-2] == END:
                 return
             topic = frames[1].decode(errors="replace") if len(frames) > 3 else ""  # vLLM <= 0.24 sends none
             yield Message(topic, int.from_bytes(frames[-2], "big"), frames[-1], replayed=True)
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, keys: ClientKeys | None
+) -> zmq.Socket[bytes]:
     import zmq
 
     socket = context.socket(kind)
     try:
+        if keys is not None:
+            keys.apply(socket)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from error

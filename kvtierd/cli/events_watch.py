@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvtierd.cli.common import add_socket, control_socket, seconds
+from kvtierd.cli.events_curve import add_curve, client_keys
 from kvtierd.errors import ConfigError, ExitCode, Unavailable
 
 if TYPE_CHECKING:
     from kvtierd.client import Client
+    from kvtierd.config.audiences import Audience
     from kvtierd.testing.consumer import ReferenceConsumer, Residency
 
 SHOWN = 5
@@ -34,6 +37,7 @@ def add_watch(actions: Any) -> None:
     watch.add_argument("--interval", metavar="S", type=seconds, default=5.0, help="default 5")
     watch.add_argument("--once", action="store_true", help="stop after the first verdict")
     watch.add_argument("--json", action="store_true", help="print a JSON object for each verdict")
+    add_curve(watch)
 
 
 def run_watch(args: argparse.Namespace) -> int:
@@ -44,15 +48,19 @@ def run_watch(args: argparse.Namespace) -> int:
 
     client = Client(str(control_socket(args)), deadline=args.deadline)
     label, audience = _audience(client, args.audience)
-    if audience["curve"]:
-        raise ConfigError(f"audience {label!r} speaks CURVE; watch another one on the same stream")
+    keys = client_keys(args, _configured(args, label)) if audience["curve"] else None
+    if audience["curve"] and keys is None:
+        raise ConfigError(f"audience {label!r} speaks CURVE: give kvtierd's public key with --server-key")
     if "bind" not in audience:
         raise ConfigError(f"audience {label!r} connects to {audience['connect']}: nobody else can subscribe")
     replay = audience.get("replay")
     code = ExitCode.OK
     with ReferenceConsumer(renumbers=audience["renumber_after"] is not None) as consumer:
         consumer.connect(
-            connectable(audience["bind"]), replay and connectable(replay), topic=audience["topic"]
+            connectable(audience["bind"]),
+            replay and connectable(replay),
+            topic=audience["topic"],
+            secure=None if keys is None else keys.apply,
         )
         try:
             consumer.wait_for(lambda c: c.counts["batches"] > 0, JOIN, "a batch")
@@ -64,6 +72,16 @@ def run_watch(args: argparse.Namespace) -> int:
             if args.once:
                 break
     return code
+
+
+def _configured(args: argparse.Namespace, label: str) -> Audience | None:
+    """Return the audience of the tier file; with ``rank_ports``, the label has the rank behind a point."""
+    if args.config is None:
+        return None
+    from kvtierd.config.load import load_tier_file
+
+    found = {a.name: a for a in load_tier_file(args.config, os.environ).tier_file.events.audiences}
+    return found.get(label) or found.get(label.rpartition(".")[0])
 
 
 def _audience(client: Client, wanted: str | None) -> tuple[str, dict[str, Any]]:

@@ -34,20 +34,30 @@ class CurveKeys:
         Raises:
             ConfigError: a file cannot be read or holds no such key; never shows its content.
         """
-        secret = _read(domain, secret_file, "secret")
-        try:
-            public = zmq.curve_public(secret)
-        except (ValueError, zmq.ZMQError):
-            raise ConfigError(
-                f"events: audience {domain!r}: {secret_file} holds no CURVE secret key"
-            ) from None
-        return cls(domain, public, secret, frozenset(_read(domain, path, "public") for path in allowed))
+        where = f"events: audience {domain!r}"
+        secret = read_key(where, secret_file, "secret")
+        public = public_of(secret, f"{where}: {secret_file}")
+        return cls(domain, public, secret, frozenset(read_key(where, path, "public") for path in allowed))
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket, not yet bound or connected, speak CURVE as the server."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, self.domain.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a subscriber needs: the server's public key, and a pair of its own (Z85)."""
+
+    server: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket, not yet connected, speak CURVE as a client."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
 
 class Doorkeeper:
@@ -94,16 +104,32 @@ class Doorkeeper:
         return not keys.allowed or z85.encode(credentials[0]) in keys.allowed
 
 
-def _read(domain: str, path: Path, kind: str) -> bytes:
-    """Return one key of a file as ``zmq.auth`` writes it, or of one that holds nothing but the key."""
+def public_of(secret: bytes, where: str) -> bytes:
+    """Return the public key that belongs to a secret one.
+
+    Raises:
+        ConfigError: it is no key; says ``where`` it came from.
+    """
+    try:
+        return zmq.curve_public(secret)
+    except (ValueError, zmq.ZMQError):
+        raise ConfigError(f"{where} holds no CURVE secret key") from None
+
+
+def read_key(where: str, path: Path, kind: str) -> bytes:
+    """Return one key of a file as ``zmq.auth`` writes it, or of one that holds nothing but the key.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no such key; begins with ``where``.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"events: audience {domain!r}: cannot read {path}: {reason}") from None
+        raise ConfigError(f"{where}: cannot read {path}: {reason}") from None
     found: dict[str, str] = dict(_KEY.findall(text))
     key = found.get(kind) or text.strip()
     if len(key) != 40:
-        raise ConfigError(f"events: audience {domain!r}: {path} holds no CURVE {kind} key")
+        raise ConfigError(f"{where}: {path} holds no CURVE {kind} key")
     return key.encode()

@@ -87,6 +87,7 @@ class ReferenceConsumer:
         self._sub: zmq.Socket[bytes] | None = None
         self._dealer: zmq.Socket[bytes] | None = None
         self._replay_endpoint: str | None = None
+        self._secure: Callable[[zmq.Socket[bytes]], object] | None = None
         self._heard_at = 0.0
 
     # -- the pure part
@@ -172,13 +173,27 @@ class ReferenceConsumer:
 
     # -- the sockets
 
-    def connect(self, endpoint: str, replay: str | None = None, *, topic: str = "") -> None:
-        """Subscribe, and replay over ``replay`` when needed. Without it a gap is counted and lived with."""
+    def connect(
+        self,
+        endpoint: str,
+        replay: str | None = None,
+        *,
+        topic: str = "",
+        secure: Callable[[zmq.Socket[bytes]], object] | None = None,
+    ) -> None:
+        """Subscribe, and replay over ``replay`` when needed. Without it a gap is counted and lived with.
+
+        ``secure``: gives each socket its CURVE keys. A SUB socket that lost its publisher subscribes again
+        only while somebody polls it: one that is seldom polled misses what is told right after a restart.
+        """
         import zmq
 
+        self._secure = secure
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.RCVHWM, MAX_WAITING)
+        if secure is not None:
+            secure(self._sub)
         self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._sub.connect(endpoint)
         self._replay_endpoint = replay
@@ -267,6 +282,8 @@ class ReferenceConsumer:
             return
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.LINGER, 0)
+        if self._secure is not None:
+            self._secure(self._dealer)
         self._dealer.connect(self._replay_endpoint)
         self._dealer.send_multipart([b"", encode_sequence(start)])
         self._heard_at = time.monotonic()

@@ -9,11 +9,11 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
-    to_event_extra_keys,
 )
 
 from kvtierd.core.model import BlockKey, BlockMeta
 from kvtierd.engines.vllm.identity import GroupShape
+from kvtierd.engines.vllm.versions import to_event_extra_keys
 
 GROUP_BYTES = 4
 

@@ -12,7 +12,6 @@ import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -21,6 +20,7 @@ from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.manager import KvtierdManager
 from kvtierd.engines.vllm.spec import KvtierdOffloadingSpec, open_session
 from kvtierd.engines.vllm.transfer import WorkerReport
+from kvtierd.engines.vllm.versions import KVConnectorTransferResults
 from kvtierd.engines.vllm.worker import KvtierdWorker
 from kvtierd.errors import ConfigError
 
@@ -63,7 +63,8 @@ class KvtierdConnector(OffloadingConnector):
 
     @property
     def _manager(self) -> KvtierdManager:
-        manager = self.scheduler.manager
+        assert self.connector_scheduler is not None
+        manager = self.connector_scheduler.manager
         assert isinstance(manager, KvtierdManager)
         return manager
 
@@ -112,5 +113,5 @@ class KvtierdConnector(OffloadingConnector):
         assert self.connector_worker is not None
         requests = dict(self.connector_worker._load_jobs)  # vLLM forgets them in the call below
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving |= {requests[job] for job in worker.take_failed_loads() if job in requests}
+        results.failed_recving |= {requests[job] for job in worker.take_failed_loads() if requests.get(job)}
         return results

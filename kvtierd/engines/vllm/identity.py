@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtierd.core.model import Group, Layout
+from kvtierd.engines.vllm import versions
 from kvtierd.engines.vllm.settings import Settings
 from kvtierd.errors import ConfigError
 
@@ -56,8 +57,7 @@ class Identity:
         Raises:
             ConfigError: the engine is configured for something the glue cannot do.
         """
-        if offloading.canonical_layout:
-            raise ConfigError("kvtierd stores the workers' own layout: unset canonical_layout")
+        versions.refuse_unsafe(offloading, len(kv_cache_config.kv_cache_groups))
         if offloading.worker_kv_bytes_per_block <= 0:
             raise ConfigError("kvtierd: this KV cache configuration has no fixed bytes per block")
         return cls(
@@ -65,15 +65,18 @@ class Identity:
             engine_id=offloading.engine_id,
             dp_rank=offloading.parallel.data_parallel_index,
             rank=offloading.parallel.rank,
-            shapes=tuple(_shape(offloading, group, kv_cache_config) for group in offloading.groups),
+            shapes=tuple(
+                _shape(offloading, group, versions.group_id(group, index), kv_cache_config)
+                for index, group in enumerate(offloading.groups)
+            ),
         )
 
 
-def _shape(offloading: Any, group: Any, kv_cache_config: Any) -> GroupShape:
-    spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+def _shape(offloading: Any, group: Any, number: int, kv_cache_config: Any) -> GroupShape:
+    spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec
     chunk_tokens = group.tokens_per_block * offloading.cache.blocks_per_chunk
     return GroupShape(
-        group=group.group_id,
+        group=number,
         tokens_per_block=group.tokens_per_block,
         blocks_per_chunk=offloading.cache.blocks_per_chunk,
         hashes_per_chunk=chunk_tokens // offloading.cache.tokens_per_hash,
@@ -94,7 +97,7 @@ def _layout(settings: Settings, offloading: Any, vllm_config: Any, kv_cache_conf
         layout=_tag(
             "vllm",
             current_platform.device_type,
-            offloading.kv_cache_layout or kv_cache_config.kv_cache_layout,
+            versions.kv_cache_layout(offloading, kv_cache_config),
             vllm_config.attention_config.backend,
             f"tp{parallel.tp_size}.pp{parallel.pp_size}.pcp{parallel.pcp_size}.dcp{parallel.dcp_size}",
             f"hash{offloading.cache.tokens_per_hash}",
@@ -120,7 +123,10 @@ def _groups(offloading: Any) -> tuple[Group, ...]:
     for and get the smallest entry.
     """
     block_bytes = offloading.worker_kv_bytes_per_block * offloading.cache.blocks_per_chunk
-    tokens = {g.group_id: g.tokens_per_block * offloading.cache.blocks_per_chunk for g in offloading.groups}
+    tokens = {
+        versions.group_id(group, index): group.tokens_per_block * offloading.cache.blocks_per_chunk
+        for index, group in enumerate(offloading.groups)
+    }
     return tuple(
         Group(tokens_per_block=tokens[g], block_bytes=block_bytes)
         if g in tokens
@@ -133,6 +139,6 @@ def _hash_seed(algorithm: str, engine_id: str) -> str:
     """Return what seeds the hash chain; without a shared seed the namespace is this engine's own."""
     if (seed := os.environ.get("PYTHONHASHSEED")) is not None:
         return seed
-    if algorithm.startswith("sha256"):
+    if versions.HAS_FIXED_SEED and algorithm.startswith("sha256"):
         return _DEFAULT_SEED
     return f"random:{engine_id}"

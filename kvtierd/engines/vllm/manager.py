@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtierd.engines.vllm.chain import Chain, to_block_key, to_offload_key
 from kvtierd.engines.vllm.guard import Guard
@@ -29,6 +28,7 @@ from kvtierd.engines.vllm.identity import GroupShape, Identity
 from kvtierd.engines.vllm.lookups import Lookups
 from kvtierd.engines.vllm.settings import Settings
 from kvtierd.engines.vllm.transfer import NO_SLOT, PoolSpec, WorkerReport
+from kvtierd.engines.vllm.versions import CacheHitSource
 from kvtierd.engines.vllm.worker import workers_of_this_process
 
 logger = logging.getLogger(__name__)

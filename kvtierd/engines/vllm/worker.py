@@ -100,8 +100,14 @@ class KvtierdWorker(OffloadingWorker):
             self._end_now(job_id, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Copy blocks out of their slots; what cannot be copied is reported for recomputing."""
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Copy blocks out of their slots; what cannot be copied is reported for recomputing.
+
+        ``expedited`` (vLLM 0.33) says that it is waited for within the step. Every load starts at once, so
+        that changes nothing.
+        """
         assert isinstance(src_spec, PoolSpec)
         plan = self._guard.call("load", lambda: self._plan(dst_spec, src_spec), None)
         if plan is None or not self._start(job_id, src_spec, plan[0], self._copier.load):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from kvtierd.config.schema import CpuTier, TierFile
 from kvtierd.core.ladder import Ladder
@@ -16,11 +18,13 @@ from kvtierd.core.tier import TierSpec
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.backends.base import Backend
 from kvtierd.edges.backends.factory import make_spec
+from kvtierd.edges.engine import Limits
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.journal import TAIL, Journal
 from kvtierd.edges.merge import MergedStream
+from kvtierd.edges.peers import Allowed
 from kvtierd.edges.pool import Pool
-from kvtierd.edges.unix_socket import CannotCreate, make_folder
+from kvtierd.edges.unix_socket import CannotCreate, Permissions, make_folder
 from kvtierd.wire.announced import TierLabel
 
 
@@ -44,6 +48,24 @@ def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]
         job_ttl=tier_file.engine.job_ttl,
         lease_ttl=tier_file.engine.lease_ttl,
     )
+
+
+def socket_rules(tier_file: TierFile, control: bool) -> dict[str, Any]:
+    """Return what the tier file says of one of the Unix sockets, for :class:`EngineServer`."""
+    engine, access = tier_file.engine, tier_file.access
+    peers = access.control if control else access.engine
+    return {
+        "limits": Limits(
+            max_frame_bytes=engine.max_frame_bytes,
+            max_connections=engine.max_connections,
+            max_requests=engine.max_requests,
+            max_buffered=engine.max_buffered,
+            hello_timeout=engine.hello_timeout,
+            frame_timeout=engine.frame_timeout,
+        ),
+        "permissions": Permissions(access.mode_bits, access.group),
+        "allowed": Allowed(peers.uids, peers.gids, os.geteuid()),
+    }
 
 
 def make_hub(tier_file: TierFile, fresh: bool) -> EventHub:

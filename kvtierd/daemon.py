@@ -34,7 +34,7 @@ from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
 from kvtierd.edges.pool import Pool
-from kvtierd.edges.unix_socket import make_folder
+from kvtierd.edges.unix_socket import lock_folder, make_folder, unlock_folder
 from kvtierd.errors import InvariantBroken, PoolError
 
 log = logging.getLogger(__name__)
@@ -80,12 +80,14 @@ class Daemon:
         """
         self._loop = asyncio.get_running_loop()
         make_folder("runtime_dir", self.tier_file.runtime_dir)
+        self._lock = lock_folder(self.tier_file.runtime_dir)
         try:
             await self._start()
             await self._stop.wait()
             await self._drain()
         finally:
             self._close()
+            unlock_folder(self.tier_file.runtime_dir, self._lock)
         if self._failure is not None:
             raise self._failure
 
@@ -151,7 +153,7 @@ class Daemon:
             survey=self._begin_survey if pool is None else None,
             liveness=liveness,
             pool_fd=pool.fd if pool is not None else None,
-            max_frame_bytes=self.tier_file.engine.max_frame_bytes,
+            **assembly.socket_rules(self.tier_file, pool is None),
             daemon=f"kvtierd {__version__}",
             numbers=itertools.count(1),
         )
@@ -376,7 +378,9 @@ class Daemon:
             body["events"] = {**self._hub.statistics(), "journal": journal, "relay": relay}
         body["movers"] = {name: mover.statistics() for name, mover in self._movers.items()}
         if self._engine is not None:
-            body["engine"] = {**self._engine.counters, "connections": len(self._engine.connections)}
+            body["engine"] = self._engine.statistics()
+        if self._control is not None:
+            body["control"] = self._control.statistics()
         return body
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from kvtierd.config import schema
+from kvtierd.config import access, schema
 from kvtierd.config.audiences import Audience, Curve, Events
 from kvtierd.config.document import KeyPath
 from kvtierd.config.fields import Section
@@ -27,7 +27,10 @@ _SECTIONS: dict[tuple[str, ...], tuple[type[Section], ...]] = {
     ("events", "audiences", "*", "curve"): (Curve,),
     ("events", "relay", "*"): (Relay,),
     ("admin",): (schema.Admin,),
-    ("engine",): (schema.Engine,),
+    ("access",): (access.Access,),
+    ("access", "engine"): (access.Peers,),
+    ("access", "control"): (access.Peers,),
+    ("engine",): (access.Engine,),
 }
 _OTHER_NAMES = {
     "root_dir": "path",

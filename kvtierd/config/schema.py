@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvtierd.config import plugins
+from kvtierd.config.access import Access, Engine, access_problems, engine_problems
 from kvtierd.config.audiences import Events, audience_problems
 from kvtierd.config.endpoints import UNIX_PATH_MAX, Endpoint, parse_endpoint, parse_listen
 from kvtierd.config.fields import AbsolutePath, Duration, Limit, Name, Problem, Section, Size
@@ -219,15 +220,6 @@ class Admin(Section):
     listen: ListenField | None = "127.0.0.1:9557"
 
 
-class Engine(Section):
-    """Bounds on what engines may hold. ``lease_ttl`` is the ceiling for leases of loads."""
-
-    job_ttl: Duration = 60.0
-    lease_ttl: Duration = 60.0
-    shutdown_grace: Duration = 10.0
-    max_frame_bytes: Annotated[Size, Field(ge=64 << 10, le=1 << 30)] = 16 << 20
-
-
 class TierFile(Section):
     """A whole tier file. The order of ``tiers`` is the order in which their events are drained."""
 
@@ -238,6 +230,7 @@ class TierFile(Section):
     tiers: Annotated[tuple[Tier, ...], Strict(False)]
     events: Events = Events()
     admin: Admin = Admin()
+    access: Access = Access()
     engine: Engine = Engine()
 
     @model_validator(mode="after")
@@ -258,6 +251,8 @@ def problems_between(tier_file: TierFile) -> Iterator[Problem]:
     if tier_file.events.on_stop == "keep" and tier_file.pool.backing != "file":
         yield ("events", "on_stop"), "keep needs a pool that outlives the process: pool.backing: file"
     yield from _endpoint_problems(tier_file)
+    yield from access_problems(tier_file.access)
+    yield from engine_problems(tier_file.engine)
 
 
 def _pool_problems(pool: Pool) -> Iterator[Problem]:

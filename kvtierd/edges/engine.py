@@ -1,32 +1,59 @@
-"""The engine socket: bytes of many connections in, turns of the daemon, answers and descriptors out."""
+"""A Unix socket of the daemon: its connections, their limits, and whose turn it is.
+
+Nobody can make the others wait. What a connection sends is served a small portion at a time; whoever has
+sent more than that waits in one line with all others who did, and each turn of the loop serves one of them.
+A client that asks now and then never meets that line.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import os
-import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from kvtierd.core.effects import Attached, ErrorCode, Refused, Reply
+from kvtierd.core.effects import Reply
 from kvtierd.core.inventory import Survey
-from kvtierd.core.stimuli import Asked, Attach, SessionClosed
+from kvtierd.core.stimuli import Asked, SessionClosed
+from kvtierd.edges.connection import EngineConnection
 from kvtierd.edges.liveness import Liveness
-from kvtierd.edges.unix_socket import listen
-from kvtierd.errors import RemoteProtocolError
-from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
-from kvtierd.wire.session import ServerConnection
+from kvtierd.edges.peers import Allowed
+from kvtierd.edges.unix_socket import Permissions, inode_of, listen, remove_own
 
 log = logging.getLogger(__name__)
 
-MAX_OUTSTANDING = 4096
-WRITE_HIGH_WATER = 8 << 20
+SWEEP_SECONDS = 1.0
+LOGGED_PER_SWEEP = 20
+"""Closed strangers that get a line of their own in a second; the others are only counted."""
+
+COUNTERS = (
+    "accepted",
+    "protocol_errors",
+    "busy",
+    "refused",
+    "not_allowed",
+    "timeouts",
+    "shed",
+    "unlogged",
+)
 
 Turn = Callable[[Sequence[Asked | SessionClosed]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the connections of one socket may hold; the defaults are those of the tier file."""
+
+    max_frame_bytes: int = 16 << 20
+    max_connections: int = 256
+    max_requests: int = 4096
+    max_buffered: int = 64 << 20
+    hello_timeout: float = 5.0
+    frame_timeout: float = 30.0
 
 
 class EngineServer:
@@ -46,7 +73,9 @@ class EngineServer:
         survey: Callable[[str | None], Survey | str] | None = None,
         liveness: Liveness | None = None,
         pool_fd: int | None = None,
-        max_frame_bytes: int,
+        limits: Limits,
+        permissions: Permissions,
+        allowed: Allowed,
         daemon: str,
         numbers: Iterable[int] | None = None,
     ) -> None:
@@ -56,20 +85,52 @@ class EngineServer:
         self.survey = survey
         self.liveness = liveness
         self.pool_fd = pool_fd
-        self.max_frame_bytes = max_frame_bytes
+        self.limits = limits
+        self.permissions = permissions
+        self.allowed = allowed
         self.daemon = daemon
         self.connections: dict[int, EngineConnection] = {}
-        self.counters = {"accepted": 0, "protocol_errors": 0, "busy": 0}
+        self.buffered = 0
+        """Bytes that connections hold: half sent requests and unread answers."""
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self._numbers = iter(numbers if numbers is not None else itertools.count(1))
         self._server: asyncio.Server | None = None
+        self._inode: tuple[int, int] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._line: deque[EngineConnection] = deque()
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._lines_left = LOGGED_PER_SWEEP
+
+    # -- life ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen; the socket appears when it answers."""
-        listener = listen(self.path)
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
+        """Listen; the socket appears when it answers.
+
+        Raises:
+            CannotCreate: its place is taken, or cannot be used.
+        """
+        listener = listen(self.path, self.permissions)
+        self._inode = inode_of(self.path)
+        self._loop = asyncio.get_running_loop()
+        self._server = await self._loop.create_unix_server(
             lambda: EngineConnection(self, next(self._numbers)), sock=listener
         )
+        self._sweep()
+
+    async def stop_listening(self) -> None:
+        """Take no new connections; the socket disappears."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            remove_own(self.path, self._inode)
+
+    def close(self) -> None:
+        """Close all connections after what is queued for them."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        for connection in list(self.connections.values()):
+            connection.close()
 
     def deliver(self, session: int, replies: Sequence[Reply]) -> None:
         """Send replies to a connection that may be gone by now."""
@@ -77,196 +138,98 @@ class EngineServer:
         if connection is not None:
             connection.deliver(replies)
 
-    async def stop_listening(self) -> None:
-        """Take no new connections; the socket disappears."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
+    def statistics(self) -> dict[str, Any]:
+        """Return counters and what is held now, by name."""
+        return {
+            **self.counters,
+            "connections": len(self.connections),
+            "buffered_bytes": self.buffered,
+            "in_line": len(self._line),
+            "liveness_pipes": 0 if self.liveness is None else self.liveness.pipes,
+        }
 
-    def close(self) -> None:
-        """Close all connections after what is queued for them."""
-        for connection in list(self.connections.values()):
-            connection.close()
+    # -- whose turn it is ---------------------------------------------------------------------------
 
+    def line_up(self, connection: EngineConnection) -> None:
+        """Put a connection that has more to say at the end of the line; it is not in it yet."""
+        assert self._loop is not None
+        self._line.append(connection)
+        if len(self._line) == 1:
+            self._loop.call_soon(self._serve_next)
 
-class EngineConnection(asyncio.Protocol):
-    """One connection. Until it is attached its answers go straight to the socket, descriptors included."""
-
-    def __init__(self, server: EngineServer, number: int) -> None:
-        self._server = server
-        self.number = number
-        self._wire = ServerConnection(daemon=server.daemon, max_bytes=server.max_frame_bytes)
-        self._transport: asyncio.Transport | None = None
-        self._raw: socket.socket | None = None
-        self._process = b""
-        """Of the attach that was asked for last; the wire lets only one wait."""
-        self._attached = False
-        self._outstanding = 0
-        self._survey: Survey | None = None
-
-    # -- asyncio.Protocol ---------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep a second descriptor of the socket: transports cannot pass descriptors."""
-        transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+    def _serve_next(self) -> None:
+        """Serve one portion of the first in line, then let everybody else be heard before the next."""
+        assert self._loop is not None
+        connection = self._line.popleft()
         try:
-            self._raw = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        except OSError as error:
-            log.warning("connection %d dropped: %s", self.number, error)
-            transport.abort()
-            return
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
-        self._server.counters["accepted"] += 1
-        self._server.connections[self.number] = self
-
-    def data_received(self, data: bytes) -> None:
-        """Run all requests that arrived together as one turn."""
-        try:
-            requests = self._wire.receive(data)
-        except RemoteProtocolError as error:
-            self._server.counters["protocol_errors"] += 1
-            log.warning("%s: connection %d closed: %s", self._server.path.name, self.number, error)
-            self._flush()
-            self.close()
-            return
-        self._flush()
-        asked: list[Asked | SessionClosed] = []
-        for request in requests:
-            if isinstance(request, StatusRequest):
-                self._send([StatusReport(id=request.id, body=self._server.status())])
-            elif isinstance(request, SurveyRequest):
-                self._send([self._next_page(request)])
-            elif (refusal := self._refusal(request)) is not None:
-                self._send([refusal])
-            else:
-                if isinstance(request, Attach):
-                    self._process = request.process
-                self._outstanding += 1
-                asked.append(Asked(self.number, request))
-        if asked:
-            self._server.turn(asked)
-        if self._wire.closed:
-            self.close()
-
-    def pause_writing(self) -> None:
-        """Read no more from a client that does not read its answers."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        """Go on reading."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the ladder; what the session held is quarantined there."""
-        self._server.connections.pop(self.number, None)
-        if self._raw is not None:
-            self._raw.close()
-            self._raw = None
-        self._transport = None
-        if self._attached:
-            self._server.turn([SessionClosed(self.number)])
-
-    # -- out ----------------------------------------------------------------------------------------
-
-    def _refusal(self, request: Any) -> Refused | None:
-        if isinstance(request, Attach) and self._server.pool_fd is None:
-            where = self._server.path.with_name("engine.sock")
-            return Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=f"engines attach at {where}")
-        if self._outstanding >= MAX_OUTSTANDING:
-            self._server.counters["busy"] += 1
-            return Refused(
-                id=request.id, code=ErrorCode.BUSY, message=f"{MAX_OUTSTANDING} requests are unanswered"
-            )
-        return None
-
-    def _next_page(self, request: SurveyRequest) -> SurveyPage | Refused:
-        if self._server.survey is None:
-            where = self._server.path.with_name("control.sock")
-            return Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=f"surveys are made at {where}")
-        if request.cursor == 0:
-            begun = self._server.survey(request.tier)
-            if isinstance(begun, str):
-                return Refused(id=request.id, code=ErrorCode.UNKNOWN_TIER, message=begun)
-            self._survey = begun
-        survey = self._survey
-        if survey is None or request.cursor != survey.position:
-            message = "no survey stands at this cursor: begin with cursor 0"
-            return Refused(id=request.id, code=ErrorCode.BAD_REQUEST, message=message)
-        entries = survey.page(request.limit)
-        if len(entries) < request.limit:
-            self._survey = None
-        cursor = survey.position if self._survey is not None else 0
-        return SurveyPage(id=request.id, entries=entries, cursor=cursor, models=survey.models(entries))
-
-    def deliver(self, replies: Sequence[Reply]) -> None:
-        """Send the ladder's replies and notices."""
-        self._outstanding -= sum(reply.id != 0 for reply in replies)
-        self._send(replies)
-        if self._wire.closed:
-            self.close()
-
-    def _send(self, replies: Sequence[Reply]) -> None:
-        for reply in replies:
-            if isinstance(reply, Attached):
-                self._send_attached(reply)
-            else:
-                self._write(self._wire.send(reply))
-
-    def _flush(self) -> None:
-        for frame in self._wire.take_output():
-            self._write(frame)
-
-    def _write(self, data: bytes) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
-        if self._attached or self._transport.get_write_buffer_size():
-            self._transport.write(data)
-            return
-        assert self._raw is not None
-        try:
-            sent = self._raw.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # connection_lost follows
-        if sent < len(data):
-            self._transport.write(data[sent:])
-
-    def _send_attached(self, reply: Attached) -> None:
-        """Send the frame with the pool's descriptor and a liveness descriptor in one message."""
-        frame = self._wire.send(reply)
-        transport, raw, liveness = self._transport, self._raw, self._server.liveness
-        assert liveness is not None
-        assert self._server.pool_fd is not None
-        self._attached = True
-        if transport is None or raw is None or transport.is_closing():
-            liveness.not_handed_out(self._process)
-            return
-        if transport.get_write_buffer_size():
-            log.warning("connection %d attached without reading its answers; closed", self.number)
-            liveness.not_handed_out(self._process)
-            self.close()
-            return
-        pipe = -1
-        try:
-            pipe = liveness.hand_out(self._process)
-            sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe])
-        except OSError as error:
-            log.warning("connection %d: the pool could not be handed over: %s", self.number, error)
-            self.close()
-            return
+            if connection.go_on():
+                self._line.append(connection)
         finally:
-            if pipe >= 0:
-                os.close(pipe)
-        if sent < len(frame):
-            transport.write(frame[sent:])
+            if self._line:
+                self._loop.call_soon(self._serve_next)
 
-    def close(self) -> None:
-        """Close after what is queued."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.close()
+    # -- limits -------------------------------------------------------------------------------------
+
+    def admit(self, connection: EngineConnection) -> bool:
+        """Take a new connection in, if need be instead of the oldest that never attached."""
+        if len(self.connections) >= self.limits.max_connections:
+            idle = next((other for other in self.connections.values() if not other.attached), None)
+            self.counters["refused"] += 1
+            if idle is None:
+                self.complain(
+                    "connection %d refused: %d are attached", connection.number, len(self.connections)
+                )
+                return False
+            idle.abort("newer ones need its place")
+        self.counters["accepted"] += 1
+        self.connections[connection.number] = connection
+        return True
+
+    def leave(self, connection: EngineConnection) -> None:
+        """Forget a connection."""
+        if self.connections.pop(connection.number, None) is not None:
+            self.buffered -= connection.held
+
+    def account(self, connection: EngineConnection, held: int) -> None:
+        """Note what a connection makes the daemon hold; beyond the limit the largest is closed."""
+        if connection.number not in self.connections:
+            return
+        self.buffered += held - connection.held
+        connection.held = held
+        if self.buffered > self.limits.max_buffered:
+            self._shed()
+
+    def _shed(self) -> None:
+        for connection in list(self.connections.values()):  # answers may have been read meanwhile
+            now = connection.holds()
+            self.buffered += now - connection.held
+            connection.held = now
+        while self.buffered > self.limits.max_buffered:
+            largest = max(self.connections.values(), key=lambda connection: connection.held)
+            self.counters["shed"] += 1
+            largest.abort(
+                f"it holds {largest.held} bytes of half sent or unread messages, all together {self.buffered}"
+                f" of {self.limits.max_buffered} (engine.max_buffered)"
+            )
+
+    def _sweep(self) -> None:
+        """Close connections that are late with their hello or in the middle of a message."""
+        assert self._loop is not None
+        self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+        if self._lines_left < 0:
+            log.warning("%s: %d more such lines in a second", self.path.name, -self._lines_left)
+        self._lines_left = LOGGED_PER_SWEEP
+        now = self._loop.time()
+        for connection in list(self.connections.values()):
+            late = connection.late(now)
+            if late:
+                self.counters["timeouts"] += 1
+                connection.abort(late)
+
+    def complain(self, message: str, *values: object) -> None:
+        """Log what a stranger did, unless strangers have filled the log this second already."""
+        self._lines_left -= 1
+        if self._lines_left >= 0:
+            log.warning(f"%s: {message}", self.path.name, *values)  # noqa: G004 - the message is a constant
+        else:
+            self.counters["unlogged"] += 1

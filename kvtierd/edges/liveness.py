@@ -28,6 +28,11 @@ class Liveness:
     def __len__(self) -> int:
         return len(self._pipes)
 
+    @property
+    def pipes(self) -> int:
+        """How many pipes are watched; each is a descriptor here."""
+        return sum(map(len, self._pipes.values()))
+
     def hand_out(self, process: bytes) -> int:
         """Return a write end to pass to the process; the caller closes it after passing.
 

@@ -109,8 +109,19 @@ class Deframer:
 
     @property
     def pending(self) -> int:
-        """Bytes of an incomplete frame that are held."""
+        """Bytes that are held: frames that were not taken yet and an incomplete one."""
         return len(self._buffer)
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`pop` has something to say now: a payload or an error."""
+        if self._broken is not None:
+            return True
+        held = len(self._buffer)
+        if held < HEADER_BYTES:
+            return False
+        size = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
+        return not 0 < size <= self.max_bytes or held >= HEADER_BYTES + size
 
     def _break(self, size: int) -> None:
         if size == 0:

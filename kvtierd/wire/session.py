@@ -149,7 +149,8 @@ def agree(hello: Hello, versions: tuple[int, int], features: tuple[str, ...]) ->
 class ServerConnection:
     """State, framing and handshake of one connection, seen from the daemon.
 
-    ``daemon`` is the name and version told in Welcome. Not thread-safe: one owner, one loop.
+    ``daemon`` is the name and version told in Welcome. ``unwelcome``: why this peer gets no further than its
+    hello, if so. Not thread-safe: one owner, one loop.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class ServerConnection:
         versions: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         features: tuple[str, ...] = FEATURES,
         max_bytes: int = MAX_FRAME_BYTES,
+        unwelcome: str = "",
     ) -> None:
         self.state = State.NEW
         self.version = 0
@@ -166,6 +168,7 @@ class ServerConnection:
         self.client = ""
         self._daemon, self._versions, self._offered = daemon, versions, features
         self._max_bytes = max_bytes
+        self._unwelcome = unwelcome
         self._deframer = Deframer(min(GREETING_MAX_BYTES, max_bytes))
         self._output: list[bytes] = []
         self._attach_id = self._goodbye_id = 0
@@ -175,24 +178,46 @@ class ServerConnection:
         """True when nothing more is to be read; write the output that is left, then close."""
         return self.state is State.CLOSED
 
+    @property
+    def pending(self) -> int:
+        """Bytes of the peer that are held and not understood yet."""
+        return 0 if self.closed else self._deframer.pending
+
+    @property
+    def ready(self) -> bool:
+        """Whether a whole frame waits: :meth:`receive` goes on without more bytes."""
+        return not self.closed and self._deframer.ready
+
+    def push(self, data: bytes | bytearray | memoryview) -> None:
+        """Keep bytes of the peer for the next :meth:`receive`."""
+        self._deframer.push(data)
+
     def receive(
-        self, data: bytes | bytearray | memoryview
+        self, data: bytes | bytearray | memoryview = b"", *, frames: int | None = None, size: int = 0
     ) -> list[StatusRequest | SurveyRequest | LadderRequest]:
         """Take bytes from the peer and return the requests that the daemon has to answer.
 
-        Answers that the connection gives by itself (handshake, refusals) wait in :meth:`take_output`.
+        Answers that the connection gives by itself (handshake, refusals) wait in :meth:`take_output`. With
+        ``frames`` it stops after so many, after those that fill ``size`` bytes, or after one that is dear to
+        answer (status, survey); :attr:`ready` tells then whether there is more.
 
         Raises:
             RemoteProtocolError: these are not messages of this protocol; the connection is closed now.
         """
         requests: list[StatusRequest | SurveyRequest | LadderRequest] = []
         self._deframer.push(data)
+        stop_at = self._deframer.pending - size
         try:
             while not self.closed and (payload := self._deframer.pop()) is not None:
                 message = self._decode(payload)
                 if message is not None and self._admit(message):
                     assert not isinstance(message, Hello)
                     requests.append(message)
+                if frames is not None:
+                    frames -= 1
+                    dear = isinstance(message, StatusRequest | SurveyRequest)
+                    if frames <= 0 or dear or self._deframer.pending <= stop_at:
+                        break
         except RemoteProtocolError:
             self.state = State.CLOSED
             raise
@@ -279,6 +304,10 @@ class ServerConnection:
         return not self.closed
 
     def _greet(self, hello: Hello, target: State) -> None:
+        if self._unwelcome:
+            self._refuse(hello.id, ErrorCode.NOT_ALLOWED, self._unwelcome)
+            self.state = State.CLOSED
+            return
         agreed = agree(hello, self._versions, self._offered)
         if isinstance(agreed, str):
             self._refuse(hello.id, ErrorCode.BAD_VERSION, agreed)

@@ -124,7 +124,8 @@ def test_a_second_daemon_on_one_folder_is_refused(rig: DaemonRig, make: Make) ->
     second.edit(lambda body: body.update(runtime_dir=str(rig.folder / "run")))
     code, said = refused(second)
     assert code == 73
-    assert "another daemon answers" in said
+    assert "another daemon has it" in said
+    assert str(rig.daemon.pid) in said
     assert load(session, made) == ["cpu"] * 3
     assert load(rig.attach(), made) == ["cpu"] * 3
 

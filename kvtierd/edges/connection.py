@@ -1,0 +1,325 @@
+"""One connection of a Unix socket: bytes in, requests through turns, answers and descriptors out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from kvtierd.core.effects import Attached, ErrorCode, Refused, Reply
+from kvtierd.core.inventory import Survey
+from kvtierd.core.stimuli import Asked, Attach, LadderRequest, SessionClosed
+from kvtierd.edges.peers import peer_of
+from kvtierd.errors import RemoteProtocolError
+from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
+from kvtierd.wire.session import ServerConnection, State
+
+if TYPE_CHECKING:
+    from kvtierd.edges.engine import EngineServer
+
+log = logging.getLogger(__name__)
+
+WRITE_HIGH_WATER = 1 << 20
+READ_AHEAD = 64 << 10
+"""No more is read from a connection that waits in line with this much."""
+PORTION_FRAMES = 16
+PORTION_BYTES = 32 << 10
+"""What is served of one connection before others are heard: so many messages, at least one."""
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection. Until it is attached its answers go straight to the socket, descriptors included."""
+
+    def __init__(self, server: EngineServer, number: int) -> None:
+        self._server = server
+        self.number = number
+        self.attached = False
+        self.in_line = False
+        """Whether whole requests wait until it is this connection's turn."""
+        self.held = 0
+        """Bytes that the server counts for this connection."""
+        self._wire = ServerConnection(daemon=server.daemon, max_bytes=server.limits.max_frame_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._raw: socket.socket | None = None
+        self._process = b""
+        """Of the attach that was asked for last; the wire lets only one wait."""
+        self._outstanding = 0
+        self._survey: Survey | None = None
+        self._loop = asyncio.get_running_loop()
+        self._began: float | None = self._loop.time()
+        """When it connected, until it said hello; then, since when it owes the rest of a message."""
+        self._blocked = False
+        self._reading = True
+
+    # -- asyncio.Protocol ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep a second descriptor of the socket: transports cannot pass descriptors."""
+        transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+        try:
+            self._raw = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            peer = peer_of(self._raw)
+        except OSError as error:
+            self._server.complain("connection %d dropped: %s", self.number, error)
+            self._drop_raw()
+            transport.abort()
+            return
+        if not self._server.admit(self):
+            self._drop_raw()
+            transport.abort()
+            return
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
+        if not self._server.allowed.lets_in(peer):
+            self._server.counters["not_allowed"] += 1
+            self._server.complain("connection %d of pid %d may not: %s", self.number, peer.pid, peer)
+            reason = f"the tier file does not let you in here ({peer}): see its section access"
+            self._wire = ServerConnection(daemon=self._server.daemon, unwelcome=reason)
+
+    def data_received(self, data: bytes) -> None:
+        """Serve what came, or keep it for when it is this connection's turn."""
+        if self.in_line:
+            self._wire.push(data)
+            self._account()
+            self._choose_reading()
+        elif self._serve(data):
+            self.in_line = True
+            self._choose_reading()
+            self._server.line_up(self)
+
+    def pause_writing(self) -> None:
+        """Read no more from a client that does not read its answers."""
+        self._blocked = True
+        self._choose_reading()
+
+    def resume_writing(self) -> None:
+        """Go on reading."""
+        self._blocked = False
+        self._account()
+        self._choose_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the ladder; what the session held is quarantined there."""
+        self._server.leave(self)
+        self._drop_raw()
+        self._transport = None
+        if self.attached:
+            self.attached = False
+            self._server.turn([SessionClosed(self.number)])
+
+    # -- in -----------------------------------------------------------------------------------------
+
+    def go_on(self) -> bool:
+        """Serve the next portion; whether there is still more."""
+        self.in_line = self._transport is not None and self._serve(b"")
+        self._choose_reading()
+        return self.in_line
+
+    def _serve(self, data: bytes) -> bool:
+        """Run a portion of the requests as one turn; whether whole ones are left."""
+        owed = self._wire.pending + len(data)
+        try:
+            requests = self._wire.receive(data, frames=PORTION_FRAMES, size=PORTION_BYTES)
+        except RemoteProtocolError as error:
+            self._server.counters["protocol_errors"] += 1
+            self._server.complain("connection %d closed: %s", self.number, error)
+            self._flush()
+            self.close()
+            return False
+        self._flush()
+        asked: list[Asked | SessionClosed] = []
+        for request in requests:
+            left = self._answer(request)
+            if left is not None:
+                asked.append(Asked(self.number, left))
+        if asked:
+            self._server.turn(asked)
+        if self._wire.closed:
+            self.close()
+            return False
+        self._watch_progress(owed)
+        self._account()
+        return self._wire.ready
+
+    def _answer(self, request: StatusRequest | SurveyRequest | LadderRequest) -> LadderRequest | None:
+        """Answer what needs no turn; return what does."""
+        if isinstance(request, StatusRequest):
+            self._send([StatusReport(id=request.id, body=self._server.status())])
+        elif isinstance(request, SurveyRequest):
+            self._send([self._next_page(request)])
+        elif (refusal := self._refusal(request)) is not None:
+            self._send([refusal])
+        else:
+            if isinstance(request, Attach):
+                self._process = request.process
+            self._outstanding += 1
+            return request
+        return None
+
+    def _watch_progress(self, owed: int) -> None:
+        """Note since when the rest of a message is owed; ``owed``: what was held before this portion."""
+        pending = self._wire.pending
+        if self._wire.state is State.NEW:
+            return
+        if not pending:
+            self._began = None
+        elif self._began is None or pending < owed:
+            self._began = self._loop.time()
+
+    def late(self, now: float) -> str:
+        """Return what this connection is late with, or nothing."""
+        if self._began is None or self.in_line or self._blocked:
+            return ""
+        greeted, limits = self._wire.state is not State.NEW, self._server.limits
+        patience = limits.frame_timeout if greeted else limits.hello_timeout
+        if now - self._began <= patience:
+            return ""
+        if greeted:
+            return f"half a message for {patience:g} s (engine.frame_timeout)"
+        return f"no hello within {patience:g} s (engine.hello_timeout)"
+
+    def _choose_reading(self) -> None:
+        """Read, unless answers are not read or enough waits in line."""
+        reading = not self._blocked and not (self.in_line and self._wire.pending > READ_AHEAD)
+        if reading == self._reading or self._transport is None or self._transport.is_closing():
+            return
+        self._reading = reading
+        if reading:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def holds(self) -> int:
+        """Return how many bytes of messages are held for this connection."""
+        unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._wire.pending + unsent
+
+    def _account(self) -> None:
+        held = self.holds()
+        if held != self.held:
+            self._server.account(self, held)
+
+    def _refusal(self, request: LadderRequest) -> Refused | None:
+        server = self._server
+        if isinstance(request, Attach):
+            if server.pool_fd is None:
+                where = server.path.with_name("engine.sock")
+                return Refused(
+                    id=request.id, code=ErrorCode.NOT_ALLOWED, message=f"engines attach at {where}"
+                )
+            if server.liveness is not None and server.liveness.pipes >= 4 * server.limits.max_connections:
+                server.counters["busy"] += 1
+                message = f"{server.liveness.pipes} descriptors of living processes are watched already"
+                return Refused(id=request.id, code=ErrorCode.BUSY, message=message)
+        if self._outstanding >= server.limits.max_requests:
+            server.counters["busy"] += 1
+            message = f"{self._outstanding} requests are unanswered (engine.max_requests)"
+            return Refused(id=request.id, code=ErrorCode.BUSY, message=message)
+        return None
+
+    def _next_page(self, request: SurveyRequest) -> SurveyPage | Refused:
+        if self._server.survey is None:
+            where = self._server.path.with_name("control.sock")
+            return Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=f"surveys are made at {where}")
+        if request.cursor == 0:
+            begun = self._server.survey(request.tier)
+            if isinstance(begun, str):
+                return Refused(id=request.id, code=ErrorCode.UNKNOWN_TIER, message=begun)
+            self._survey = begun
+        survey = self._survey
+        if survey is None or request.cursor != survey.position:
+            message = "no survey stands at this cursor: begin with cursor 0"
+            return Refused(id=request.id, code=ErrorCode.BAD_REQUEST, message=message)
+        entries = survey.page(request.limit)
+        if len(entries) < request.limit:
+            self._survey = None
+        cursor = survey.position if self._survey is not None else 0
+        return SurveyPage(id=request.id, entries=entries, cursor=cursor, models=survey.models(entries))
+
+    # -- out ----------------------------------------------------------------------------------------
+
+    def deliver(self, replies: Sequence[Reply]) -> None:
+        """Send the ladder's replies and notices."""
+        self._outstanding -= sum(reply.id != 0 for reply in replies)
+        self._send(replies)
+        self._account()
+        if self._wire.closed:
+            self.close()
+
+    def _send(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            if isinstance(reply, Attached):
+                self._send_attached(reply)
+            else:
+                self._write(self._wire.send(reply))
+
+    def _flush(self) -> None:
+        for frame in self._wire.take_output():
+            self._write(frame)
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.attached or self._transport.get_write_buffer_size():
+            self._transport.write(data)
+            return
+        assert self._raw is not None
+        try:
+            sent = self._raw.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # connection_lost follows
+        if sent < len(data):
+            self._transport.write(data[sent:])
+
+    def _send_attached(self, reply: Attached) -> None:
+        """Send the frame with the pool's descriptor and a liveness descriptor in one message."""
+        frame = self._wire.send(reply)
+        transport, raw, liveness = self._transport, self._raw, self._server.liveness
+        assert liveness is not None
+        assert self._server.pool_fd is not None
+        self.attached = True
+        if transport is None or raw is None or transport.is_closing():
+            liveness.not_handed_out(self._process)
+            return
+        if transport.get_write_buffer_size():
+            log.warning("connection %d attached without reading its answers; closed", self.number)
+            liveness.not_handed_out(self._process)
+            self.close()
+            return
+        pipe = -1
+        try:
+            pipe = liveness.hand_out(self._process)
+            sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe])
+        except OSError as error:
+            log.warning("connection %d: the pool could not be handed over: %s", self.number, error)
+            self.close()
+            return
+        finally:
+            if pipe >= 0:
+                os.close(pipe)
+        if sent < len(frame):
+            transport.write(frame[sent:])
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close after what is queued."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Close at once, and say why."""
+        self._server.leave(self)
+        self._server.complain("connection %d closed: %s", self.number, reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _drop_raw(self) -> None:
+        if self._raw is not None:
+            self._raw.close()
+            self._raw = None

@@ -37,6 +37,12 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 	.venvs/vllm/bin/python $(PIP) --no-deps --no-cache-dir -r $<
 	@touch $@
 
+# The oldest vLLM that runs with the other's torch, laid over that environment: only what differs.
+.venvs/vllm-older/$(STAMP): tests/requirements/vllm-older.txt .venvs/vllm/$(STAMP)
+	rm -rf .venvs/vllm-older
+	.venvs/vllm/bin/python $(PIP) --no-deps --no-cache-dir --no-compile --target .venvs/vllm-older -r $<
+	@touch $@
+
 .venvs/dynamo/$(STAMP): tests/requirements/dynamo.txt
 	$(PYTHON) -m venv .venvs/dynamo
 	.venvs/dynamo/bin/python $(PIP) -r $<
@@ -68,13 +74,13 @@ unit: $(VENV)/$(STAMP)-test
 object: $(VENV)/$(STAMP)-test .venvs/seaweedfs/$(STAMP)
 	$(BIN)/pytest -m object
 
-engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP)
+engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP)
 	$(BIN)/pytest -m engine
 
 router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest -m router
 
-test: lint .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
+test: lint .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest
 
 bench: $(VENV)/$(STAMP)-run

@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 VARIABLE = "KVTIERD_VLLM_PYTHON"
 
+OLDER = ROOT / ".venvs" / "vllm-older"
+OLDER_VARIABLE = "KVTIERD_VLLM_OLDER"
+
 RunScript = Callable[..., str]
 
 
@@ -30,13 +33,31 @@ def find_python() -> str:
     )
 
 
+def find_older() -> Path:
+    """Return the folder with an older vLLM that is laid over the other's environment; skips without it."""
+    named = os.environ.get(OLDER_VARIABLE)
+    folder = Path(named) if named else OLDER
+    if (folder / "vllm").is_dir():
+        return folder
+    if named:
+        pytest.fail(f"{OLDER_VARIABLE} names {named}, which has no vllm")
+    pytest.skip(
+        f"NOT TESTED against an older engine: no {folder.relative_to(ROOT)} and no {OLDER_VARIABLE};"
+        " make it from tests/requirements/vllm-older.txt"
+    )
+
+
 @pytest.fixture(scope="session")
 def run_script() -> RunScript:
-    """Run one of the scripts beside this file in vLLM's environment; returns its standard output."""
+    """Run one of the scripts beside this file in vLLM's environment; returns its standard output.
+
+    ``overlay``: a folder of packages that go before the environment's own.
+    """
     python = find_python()
 
-    def run(script: str, *arguments: str, timeout: float = 240.0) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    def run(script: str, *arguments: str, timeout: float = 240.0, overlay: Path | None = None) -> str:
+        path = [str(ROOT)] + ([str(overlay)] if overlay is not None else [])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         environment.pop("PYTHONHASHSEED", None)  # vLLM seeds its block hashes with it
         done = subprocess.run(
             [python, str(HERE / script), *arguments],

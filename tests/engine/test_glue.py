@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from .conftest import find_older
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180)]
 
 MODULES = ("glue_scheduler_checks.py", "glue_worker_checks.py")
@@ -21,10 +23,11 @@ def promises() -> list[str]:
     return [name for name in names if name.startswith("check_")]
 
 
-@pytest.fixture(scope="module")
-def results(run_script: Any) -> dict[str, str | None]:
-    """Every check's failure, ``None`` for a kept promise."""
-    found: dict[str, str | None] = json.loads(run_script("glue_checks.py").splitlines()[-1])
+@pytest.fixture(scope="module", params=["newer", "older"])
+def results(run_script: Any, request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """Every check's failure on one of the two vLLMs, ``None`` for a kept promise."""
+    overlay = find_older() if request.param == "older" else None
+    found: dict[str, str | None] = json.loads(run_script("glue_checks.py", overlay=overlay).splitlines()[-1])
     return found
 
 

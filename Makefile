@@ -8,7 +8,7 @@ STAMP  := .stamp
 PIP    := -m pip install --quiet --disable-pip-version-check
 LIMITS := tests/requirements/constraints.txt
 
-.PHONY: demo test lint unit object engine router bench clean help
+.PHONY: demo test lint unit object engine router deploy bench manifests clean help
 
 help:
 	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
@@ -19,6 +19,7 @@ help:
 	@echo "make object  the object tier's tests on a real S3-compatible server (SeaweedFS)"
 	@echo "make engine  the real vLLM engine's tests (CPU build, Python 3.11, 2 GB of packages)"
 	@echo "make router  the real routers' tests (NVIDIA Dynamo's indexer and vLLM's router)"
+	@echo "make deploy  the deployment files: linters, schemas, and where the tools are a built image in a pod of sandboxes"
 	@echo "make bench   round trip of the engine socket beside a bare echo"
 	@echo "make clean   remove the virtual environments"
 
@@ -58,6 +59,11 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 	.venvs/seaweedfs/bin/python $(PIP) -r $<
 	@touch $@
 
+.venvs/deploy/$(STAMP): tests/requirements/deploy.txt
+	$(PYTHON) -m venv .venvs/deploy
+	.venvs/deploy/bin/python $(PIP) -r $<
+	@touch $@
+
 demo: $(VENV)/$(STAMP)-run
 	@$(BIN)/kvtierd demo $(ARGS)
 
@@ -80,7 +86,15 @@ engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP)
 router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest -m router
 
-test: lint .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
+deploy: $(VENV)/$(STAMP)-test .venvs/deploy/$(STAMP)
+	$(BIN)/pytest tests/deploy
+
+# The single-file example is the rendered overlay; a test holds them together.
+manifests:
+	@{ sed -n '1,/^---$$/p' deploy/kubernetes/pod.yaml; kubectl kustomize deploy/kubernetes/overlays/minimal; } > pod.yaml.new
+	@mv pod.yaml.new deploy/kubernetes/pod.yaml
+
+test: lint .venvs/deploy/$(STAMP) .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest
 
 bench: $(VENV)/$(STAMP)-run

@@ -1,0 +1,52 @@
+"""An engine in a container, told by lines of JSON what to do; ``test_pod.py`` starts it on the glue alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+from kvtierd.client import Client
+from kvtierd.testing.daemon_rig import LAYOUT, chain, keys_of, store
+from kvtierd.testing.workload import payload
+
+
+class Engine:
+    """One session. Each method is a command; what it returns is printed."""
+
+    def __init__(self, path: str, engine_id: str) -> None:
+        self._client = Client(path, deadline=5.0)
+        self._session = self._client.attach(LAYOUT, engine_id=engine_id)
+
+    def connected(self) -> bool:
+        self._session.lookup([])
+        return self._session.connected
+
+    def store(self, count: int, seed: str) -> int:
+        return len(store(self._session, chain(count, seed)))
+
+    def load(self, count: int, seed: str) -> dict[str, Any]:
+        """Load a chain and compare every byte; ``tiers``: where the blocks came from."""
+        keys = keys_of(chain(count, seed))
+        wrong, tiers = 0, Counter()
+        for key in keys:
+            with self._session.load([key], deadline=5.0) as got:
+                for found, view, source in zip(got.keys, got.views(), got.sources, strict=True):
+                    wrong += bytes(view) != payload(found, len(view))
+                    tiers[source] += 1
+        return {"tiers": dict(tiers), "wrong": wrong}
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def main() -> None:
+    engine = Engine(*sys.argv[1:3])
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(engine, name)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

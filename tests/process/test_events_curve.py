@@ -70,7 +70,8 @@ def test_tail_hears_with_keys_from_files_or_variables_and_nothing_without(secure
     files = ("--server-key", secured.key("server.key"), "--secret-key", secured.key("friend.key_secret"))
     from_files = secured.tail(*files)
     assert from_files.returncode == 0, from_files.stderr
-    assert [json.loads(line)["event"]["type"] for line in from_files.stdout.splitlines()] == ["BlockStored"] * 3
+    stored = [json.loads(line)["event"]["type"] for line in from_files.stdout.splitlines()]
+    assert stored == ["BlockStored"] * 3
     server, _ = zmq.auth.load_certificate(secured.key("server.key"))
     _, secret = zmq.auth.load_certificate(secured.key("friend.key_secret"))
     assert secret is not None

@@ -7,34 +7,57 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvtierd.config.schema import CpuTier, TierFile
+from kvtierd.config.schema import TierFile
+from kvtierd.core import stimuli
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Medium
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.backends.base import Backend
-from kvtierd.edges.backends.factory import make_spec
+from kvtierd.edges.backends.factory import holds_blocks, make_backend, make_spec
 from kvtierd.edges.engine import Limits
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.journal import TAIL, Journal
 from kvtierd.edges.merge import MergedStream
+from kvtierd.edges.movers import Mover
+from kvtierd.edges.opening import Opening, Openings
 from kvtierd.edges.peers import Allowed
 from kvtierd.edges.pool import Pool
 from kvtierd.edges.unix_socket import CannotCreate, Permissions, make_folder
 from kvtierd.wire.announced import TierLabel
 
 
+def make_backends(tier_file: TierFile) -> dict[str, Backend]:
+    """Return the secondaries' storage by tier name, untouched.
+
+    Raises:
+        ConfigError: a type is a package's, and that cannot be used.
+    """
+    return {tier.name: make_backend(tier) for tier in tier_file.secondaries}
+
+
+def make_openings(
+    tier_file: TierFile, backends: Mapping[str, Backend], loop: asyncio.AbstractEventLoop
+) -> Openings:
+    """Return what makes the secondaries' storage usable."""
+    return Openings(
+        {
+            tier.name: Opening(
+                tier.name, backends[tier.name], loop, functools.partial(holds_blocks, tier), tier.deadline
+            )
+            for tier in tier_file.secondaries
+        }
+    )
+
+
 def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]) -> Ladder:
-    """Return the core for a pool and opened backends (by tier name)."""
-    primary, *secondaries = tier_file.tiers
-    specs = []
-    for tier in secondaries:
-        assert not isinstance(tier, CpuTier)
-        specs.append(make_spec(tier, backends[tier.name], pool.bytes))
+    """Return the core for a pool and the secondaries' storage."""
+    primary = tier_file.primary
+    specs = [make_spec(tier, backends[tier.name], pool.bytes) for tier in tier_file.secondaries]
     return Ladder(
         pool_id=pool.pool_id,
         pool_bytes=pool.bytes,
@@ -65,6 +88,31 @@ def socket_rules(tier_file: TierFile, control: bool) -> dict[str, Any]:
         ),
         "permissions": Permissions(access.mode_bits, access.group),
         "allowed": Allowed(peers.uids, peers.gids, os.geteuid()),
+    }
+
+
+def make_movers(
+    tier_file: TierFile,
+    pool: Pool,
+    backends: Mapping[str, Backend],
+    loop: asyncio.AbstractEventLoop,
+    turn: Callable[[Sequence[stimuli.Stimulus]], None],
+) -> dict[str, Mover]:
+    """Return the secondaries' threads by tier name; what becomes of their work is fed to ``turn``."""
+    return {
+        tier.name: Mover(
+            tier.name,
+            backends[tier.name],
+            pool.slot_view,
+            lambda finished: turn([finished]),
+            loop,
+            stalled=lambda op: turn([stimuli.Stalled(op)]),
+            probed=lambda probed: turn([probed]),
+            readers=tier.readers,
+            writers=tier.writers,
+            deadline=tier.deadline,
+        )
+        for tier in tier_file.secondaries
     }
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtierd import __version__, assembly
-from kvtierd.config.schema import CpuTier, TierFile
+from kvtierd.config.schema import TierFile
 from kvtierd.core import effects, stimuli
 from kvtierd.core.invariants import validate
 from kvtierd.core.inventory import Survey
@@ -26,13 +26,13 @@ from kvtierd.core.ladder import Ladder
 from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
-from kvtierd.edges.backends.base import Backend
-from kvtierd.edges.backends.factory import holds_blocks, make_backend
+from kvtierd.edges.aside import DaemonThreads
 from kvtierd.edges.engine import EngineServer
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
+from kvtierd.edges.opening import Openings
 from kvtierd.edges.pool import Pool
 from kvtierd.edges.unix_socket import lock_folder, make_folder, unlock_folder
 from kvtierd.errors import InvariantBroken, PoolError
@@ -40,6 +40,8 @@ from kvtierd.errors import InvariantBroken, PoolError
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
+LAST_SECONDS = 1.0
+"""Beyond the grace, for files of our own to be closed."""
 
 
 class Daemon:
@@ -59,9 +61,8 @@ class Daemon:
         self._deadline: tuple[float, asyncio.TimerHandle] | None = None
         self._pool: Pool | None = None
         self._ladder: Ladder | None = None
-        self._backends: dict[str, Backend] = {}
+        self._openings: Openings | None = None
         self._movers: dict[str, Mover] = {}
-        self._fresh = True
         self._hub: EventHub | None = None
         self._merged: MergedStream | None = None
         self._announcer: Announcer | None = None
@@ -79,11 +80,12 @@ class Daemon:
             KvtierdError: it could not start, or a promise of the core broke.
         """
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(DaemonThreads())
         make_folder("runtime_dir", self.tier_file.runtime_dir)
         self._lock = lock_folder(self.tier_file.runtime_dir)
         try:
-            await self._start()
-            await self._stop.wait()
+            if await self._came_up():
+                await self._stop.wait()
             await self._drain()
         finally:
             self._close()
@@ -98,6 +100,22 @@ class Daemon:
             self._turned.set()
         self._stop.set()
 
+    async def _came_up(self) -> bool:
+        """Start; give up when a stop was asked for and the start does not end within half of the grace."""
+        start = asyncio.ensure_future(self._start())
+        stop = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            await asyncio.wait((start,), timeout=self.tier_file.engine.shutdown_grace / 2)
+        stop.cancel()
+        if start.done():
+            await start
+            return True
+        log.warning("stopped while the start waits for a call that does not return")
+        self._stuck = True  # its thread may hold anything that was made
+        start.cancel()
+        return False
+
     async def _start(self) -> None:
         """Make the pool ready, then the tiers and sockets; engines can attach when all of it answers."""
         config = self.tier_file
@@ -107,27 +125,29 @@ class Daemon:
         if config.admin.listen is not None:
             self._admin = AdminServer(config.admin.listen, self.health, self.status)
             await self._admin.start()
+        backends = assembly.make_backends(config)
+        self._openings = openings = assembly.make_openings(config, backends, self._loop)
+        openings.start()
         await self._prefault(self._pool)
         await self._loop.run_in_executor(None, pinning.pin, self._pool, config.pool.pin)
-        await self._open_tiers()
-        self._ladder = assembly.make_ladder(config, self._pool, self._backends)
+        await openings.settle()
+        self._ladder = assembly.make_ladder(config, self._pool, backends)
         if config.events.enabled:
-            self._hub = await self._loop.run_in_executor(None, assembly.make_hub, config, self._fresh)
+            self._hub = await self._loop.run_in_executor(None, assembly.make_hub, config, openings.fresh)
             self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
             await self._loop.run_in_executor(None, self._merged.load, self._loop)
             self._announcer = assembly.make_announcer(
-                config, self._merged, self._ladder, self._loop, fresh=self._fresh
+                config, self._merged, self._ladder, self._loop, fresh=openings.fresh
             )
             await self._loop.run_in_executor(None, self._announcer.load)
             self._hub.start(self._loop)
             self._announcer.start(self._loop)
             self._merged.start()
-        self._make_movers(self._pool)
+        self._movers = assembly.make_movers(config, self._pool, backends, self._loop, self.turn)
         self._liveness = Liveness(self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]))
         self._engine = self._server("engine.sock", self._pool, self._liveness)
         await self._engine.start()
-        for name, mover in self._movers.items():
-            mover.start_scan(self._found, lambda name=name: self._scanned(name))  # type: ignore[misc]
+        openings.follow(self._usable)
         self._tick()
         self.state = "ready"
         if self._hub is not None:
@@ -158,29 +178,19 @@ class Daemon:
             numbers=itertools.count(1),
         )
 
-    async def _open_tiers(self) -> None:
-        for tier in self.tier_file.tiers[1:]:
-            assert not isinstance(tier, CpuTier)
-            self._fresh &= not await self._loop.run_in_executor(None, holds_blocks, tier)
-            backend = make_backend(tier)
-            await self._loop.run_in_executor(None, backend.open)
-            self._backends[tier.name] = backend
-
-    def _make_movers(self, pool: Pool) -> None:
-        for tier in self.tier_file.tiers[1:]:
-            assert not isinstance(tier, CpuTier)
-            self._movers[tier.name] = Mover(
-                tier.name,
-                self._backends[tier.name],
-                pool.slot_view,
-                lambda finished: self.turn([finished]),
-                self._loop,
-                stalled=lambda op: self.turn([stimuli.Stalled(op)]),
-                probed=lambda probed: self.turn([probed]),
-                readers=tier.readers,
-                writers=tier.writers,
-                deadline=tier.deadline,
-            )
+    def _usable(self, tier: str, reason: str, stalled: bool) -> None:
+        """Take in whether a tier's storage could be made usable; if so, read what it holds."""
+        self.turn([stimuli.Usable(tier, reason, stalled)])
+        if reason or self._ladder is None:
+            return
+        mover = self._movers[tier]
+        for namespace, space in self._ladder.stack.primary.spaces.items():
+            mover.describe(namespace, space.layout)
+        mover.start_scan(
+            self._found,
+            lambda: self._scanned(tier),
+            lambda trouble: self.turn([stimuli.Usable(tier, trouble)]),
+        )
 
     def _found(self, found: stimuli.Found) -> None:
         self.turn([found if self._announcer is None else self._announcer.known(found)])
@@ -248,8 +258,10 @@ class Daemon:
                     other.hash_algorithm,
                     other.hash_seed,
                 )
-        for mover in self._movers.values():
-            mover.describe(namespace, layout)
+        assert self._openings is not None
+        for name, mover in self._movers.items():
+            if self._openings.is_open(name):
+                mover.describe(namespace, layout)
 
     def _fail(self, error: Exception) -> None:
         """A bug: say all that is known and end. A wrong ledger could serve wrong bytes, a lost event lies."""
@@ -313,9 +325,13 @@ class Daemon:
         self._announcer.finish()
         if self._merged is not None:
             self._merged.close(keep=self._keeps and self._failure is None)
-        await self._hub.close(max(0.1, deadline - self._loop.time()))
-        flushed = self._failure is None and self._loop.time() < deadline
-        await self._loop.run_in_executor(None, self._announcer.close, flushed)
+        try:
+            async with asyncio.timeout_at(max(deadline, self._loop.time()) + LAST_SECONDS):
+                await self._hub.close(max(0.1, deadline - self._loop.time()))
+                flushed = self._failure is None and self._loop.time() < deadline
+                await self._loop.run_in_executor(None, self._announcer.close, flushed)
+        except TimeoutError:
+            log.warning("state_dir %s does not answer; it is left as it is", self.tier_file.state_dir)
 
     @property
     def _keeps(self) -> bool:
@@ -326,17 +342,21 @@ class Daemon:
         """Wait until nothing is on its way to a secondary."""
         assert self._ladder is not None
         tiers = self._ladder.stack.secondaries
-        while self.state != "aborting" and any(tier.wanted or tier.in_flight for tier in tiers):
+        while self.state != "aborting" and any(
+            tier.in_flight or (tier.wanted and not tier.gate.outage) for tier in tiers
+        ):
             self._turned.clear()
             await self._turned.wait()
 
     def _close(self) -> None:
         if self._liveness is not None:
             self._liveness.close()
+        if self._openings is not None:
+            self._openings.stop()
         if self._stuck:
             return
-        for backend in self._backends.values():
-            backend.close()
+        if self._openings is not None:
+            self._openings.close()
         if self._pool is not None:
             self._pool.close()
 

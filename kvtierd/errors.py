@@ -87,6 +87,14 @@ class TierError(KvtierdError):
         self.tier = tier
 
 
+class TierRefused(TierError):
+    """A tier cannot be used until somebody changes something: waiting does not help, so a start ends."""
+
+
+class TierTaken(TierRefused):
+    """Another daemon has the tier's storage to itself."""
+
+
 class InvariantBroken(KvtierdError):
     """A promise of the core does not hold: a bug in kvtierd."""
 

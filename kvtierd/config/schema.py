@@ -233,6 +233,18 @@ class TierFile(Section):
     access: Access = Access()
     engine: Engine = Engine()
 
+    @property
+    def primary(self) -> CpuTier:
+        """The tier that is the pool."""
+        first = self.tiers[0]
+        assert isinstance(first, CpuTier), "checked with the tier file"
+        return first
+
+    @property
+    def secondaries(self) -> tuple[StorageTier, ...]:
+        """The tiers below the pool."""
+        return tuple(tier for tier in self.tiers if not isinstance(tier, CpuTier))
+
     @model_validator(mode="after")
     def _check_between(self) -> TierFile:
         problems = list(problems_between(self))

@@ -74,17 +74,21 @@ class Gate:
     pace: float = 0.0
     """Bytes per second of writes, smoothed; 0 while unknown."""
     refusing: bool = False
+    outage: str = ""
+    """Why the storage cannot be used at all; empty when it can."""
+    hangs: bool = False
+    """Whether that is because it does not answer."""
 
     def __post_init__(self) -> None:
         self.window = float(self.budget)
 
     def may_read(self, now: float) -> bool:
         """Whether a read may start."""
-        return not self.stalled and self.reads.allows(now)
+        return not self.outage and not self.stalled and self.reads.allows(now)
 
     def may_write(self, now: float) -> bool:
         """Whether a write may start."""
-        return not self.stalled and self.writes.allows(now)
+        return not self.outage and not self.stalled and self.writes.allows(now)
 
     def write_limit(self) -> int:
         """Return the most bytes that the next write may take; one block is always allowed."""
@@ -113,15 +117,17 @@ class Gate:
     @property
     def condition(self) -> str:
         """``ok``, ``slow``, ``degraded`` or ``stalled``."""
-        if self.stalled:
+        if self.stalled or (self.outage and self.hangs):
             return "stalled"
-        if not (self.reads.closed and self.writes.closed):
+        if self.outage or not (self.reads.closed and self.writes.closed):
             return "degraded"
         return "slow" if self.refusing else "ok"
 
     @property
     def reason(self) -> str:
         """Why the condition is not ``ok``."""
+        if self.outage:
+            return self.outage
         if self.stalled:
             return f"{len(self.stalled)} operations are past their deadline"
         return self.writes.reason or self.reads.reason or ("writes cannot keep up" if self.refusing else "")

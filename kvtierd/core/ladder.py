@@ -313,6 +313,10 @@ class Ladder:
                 self._probed(op, found, failed=failed)
             case stimuli.Found(tier, blocks, last):
                 self._found(self.stack.by_name[tier], blocks, last=last)
+            case stimuli.Usable(tier, reason, stalled):
+                gate = self.stack.by_name[tier].gate
+                gate.outage, gate.hangs = reason, stalled
+                self.cascade.pump(self.stack.by_name[tier])
 
     def _finished(self, op: int, outcomes: Sequence[stimuli.Outcome], seconds: float) -> None:
         operation = self.stack.operations.pop(op)
@@ -348,6 +352,7 @@ class Ladder:
         self.upkeep.found(tier, blocks)
         if last:
             self.upkeep.scanned(tier)
+            self.resets.scanned(tier)
             self.cascade.pump(tier)
 
     def _trim(self, tier: SecondaryTier) -> None:

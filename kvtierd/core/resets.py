@@ -21,6 +21,9 @@ class _Waiting:
     count: int
     left: dict[str, set[BlockId]]
     """By tier: blocks whose deletion is under way, or due when their write ends."""
+    namespace: str
+    scans: set[str]
+    """Tiers whose scan has to end before it is known what is to be deleted."""
 
 
 class Resets:
@@ -36,17 +39,31 @@ class Resets:
     def begin(self, session: int, request: int, namespace: str, tiers: Sequence[str]) -> None:
         """Remove a namespace from tiers; answer now or when its storage is gone."""
         count = self._stack.reset(namespace, tiers)
-        left = {}
+        waiting = _Waiting(session, request, count, {}, namespace, set())
         for tier in self._stack.secondaries:
             if tier.name in tiers:
-                under_way = (*tier.deletes, *tier.doomed)
-                if ids := {block_id for block_id in under_way if block_id.namespace == namespace}:
-                    left[tier.name] = ids
-        waiting = _Waiting(session, request, count, left)
-        if left:
+                if tier.scanning:
+                    waiting.scans.add(tier.name)
+                self._note(waiting, tier)
+        if waiting.left or waiting.scans:
             self._waiting.append(waiting)
         else:
             self._answer(waiting)
+
+    @staticmethod
+    def _note(waiting: _Waiting, tier: SecondaryTier) -> None:
+        """Note what of a tier a reset has to wait for."""
+        under_way = (*tier.deletes, *tier.doomed)
+        if ids := {block_id for block_id in under_way if block_id.namespace == waiting.namespace}:
+            waiting.left[tier.name] = ids
+
+    def scanned(self, tier: SecondaryTier) -> None:
+        """Take note that a tier's content is known now."""
+        for waiting in self._waiting:
+            if tier.name in waiting.scans:
+                waiting.scans.discard(tier.name)
+                self._note(waiting, tier)
+        self._answer_complete()
 
     def finished(self, tier: SecondaryTier, ids: Iterable[BlockId]) -> None:
         """Take note that an operation on these blocks ended."""
@@ -58,7 +75,10 @@ class Resets:
                 left.difference_update(gone)
                 if not left:
                     del waiting.left[tier.name]
-        for waiting in [waiting for waiting in self._waiting if not waiting.left]:
+        self._answer_complete()
+
+    def _answer_complete(self) -> None:
+        for waiting in [waiting for waiting in self._waiting if not (waiting.left or waiting.scans)]:
             self._waiting.remove(waiting)
             self._answer(waiting)
 

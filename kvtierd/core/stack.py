@@ -119,6 +119,8 @@ class Stack:
                 count += self._evict_secondary(tier, [node.block.id for node in reversed(nodes)])
                 for block_id in [wanted for wanted in tier.wanted if wanted.namespace == namespace]:
                     tier.unwant(block_id)
+                if tier.scanning:
+                    tier.unwelcome_namespaces.add(namespace)
         return count
 
     def _evict_secondary(self, tier: SecondaryTier, ids: Iterable[BlockId]) -> int:
@@ -127,6 +129,8 @@ class Stack:
             tier.unwant(block_id)
             node = tier.blocks.get(block_id)
             if node is None:
+                if tier.scanning:
+                    tier.refuse_found(block_id)
                 continue
             if node.state is State.WRITING:
                 tier.doomed.add(block_id)

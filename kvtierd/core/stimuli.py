@@ -255,6 +255,18 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Usable:
+    """Whether a tier's storage can be used at all: ``reason`` says why not and is empty if it can.
+
+    ``stalled``: not known, since it does not answer.
+    """
+
+    tier: str
+    reason: str = ""
+    stalled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expire jobs, leases and load deadlines."""
 
@@ -266,5 +278,5 @@ class Stop:
     keep_pool: bool = False
 
 
-Worked = Finished | Stalled | Probed | Found
+Worked = Finished | Stalled | Probed | Found | Usable
 Stimulus = Asked | SessionClosed | ProcessDied | Worked | Tick | Stop

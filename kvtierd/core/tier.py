@@ -13,6 +13,8 @@ from kvtierd.core.policies.base import Policy
 from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.slots import Arena, ExtentMap
 
+UNWELCOME_LIMIT = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
@@ -174,6 +176,11 @@ class SecondaryTier(Tier):
         self.unannounced: dict[BlockId, None] = {}
         """Found by the scan, to be announced when it ends."""
         self.removed_in_scan: set[BlockId] = set()
+        """Blocks that left while the scan ran: if it comes across them, it saw what was there before."""
+        self.unwelcome: set[BlockId] = set()
+        """Blocks that were to leave before the scan came across them."""
+        self.unwelcome_namespaces: set[str] = set()
+        """Namespaces that were reset while the scan ran."""
 
     def resident(self, block_id: BlockId) -> Node | None:
         """Return a block's node if it is visible."""
@@ -216,6 +223,13 @@ class SecondaryTier(Tier):
         if not leaving:
             del self.leaving[block_id.namespace]
         return True
+
+    def refuse_found(self, block_id: BlockId) -> None:
+        """Note that a block has to leave should the scan come across it."""
+        if len(self.unwelcome) < UNWELCOME_LIMIT:
+            self.unwelcome.add(block_id)
+        else:  # too much goes, which costs a hit; too little could be a wrong one
+            self.unwelcome_namespaces.add(block_id.namespace)
 
     def touch(self, block_id: BlockId, now: float) -> bool:
         """Note a use of a block, if it is there."""

@@ -58,23 +58,35 @@ class Upkeep:
                 tier.last_fault = outcome.reason or outcome.status.value
 
     def found(self, tier: SecondaryTier, blocks: Sequence[FoundBlock]) -> None:
-        """Index a part of a tier's scan: hits at once, announced when the scan ends."""
+        """Index a part of a tier's scan: hits at once, announced when the scan ends.
+
+        What an engine had removed meanwhile is deleted instead.
+        """
+        unwelcome = []
         for found in blocks:
             block_id = found.block.id
             if tier.blocks.get(block_id) is not None or block_id in tier.removed_in_scan:
+                continue
+            if block_id in tier.unwelcome or block_id.namespace in tier.unwelcome_namespaces:
+                tier.removed_in_scan.add(block_id)
+                tier.deletes[block_id] = found.stored_bytes
+                tier.deleting += found.stored_bytes
+                unwelcome.append(block_id)
                 continue
             node = Node(found.block, State.RESIDENT, size=found.stored_bytes)
             tier.blocks.add(node)
             tier.used += node.size
             tier.used_at(block_id, self._stack.now - found.idle_seconds)
             tier.unannounced[block_id] = None
+        self._stack.start_delete(tier, unwelcome)
 
     def scanned(self, tier: SecondaryTier) -> None:
         """End a tier's scan: announce what it found, root first, then trim to the capacity."""
         tier.scanning = False
         nodes = [tier.blocks.nodes[block_id] for block_id in tier.unannounced]
         tier.unannounced.clear()
-        tier.removed_in_scan.clear()
+        for past in (tier.removed_in_scan, tier.unwelcome, tier.unwelcome_namespaces):
+            past.clear()
         for node in root_first(nodes):
             tier.announce(EventKind.STORED, node.block)
         if tier.spec.capacity is not None:

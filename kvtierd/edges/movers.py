@@ -130,13 +130,22 @@ class Mover:
         full = self._figures[kind_of(effect)].in_flight_blocks + blocks > self._queue_blocks
         return "the tier's queue is full" if full else ""
 
-    def start_scan(self, found: Callable[[Found], None], finished: Callable[[], None]) -> None:
-        """Read the tier's content in a thread of its own; both are called in the loop's thread.
+    def start_scan(
+        self,
+        found: Callable[[Found], None],
+        finished: Callable[[], None],
+        trouble: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Read the tier's content in a thread of its own; all are called in the loop's thread.
 
-        ``finished`` is called once, also when the scan broke off; at most ``SCAN_LOOK_AHEAD`` batches wait.
+        ``finished`` is called once, also when the scan raised; at most ``SCAN_LOOK_AHEAD`` batches wait.
+        ``trouble`` is told why the storage breaks scans off, and an empty string when it does no more.
         """
         assert self._scan is None, "one scan per mover"
-        self._scan = Scan(self.tier, self._backend, self._loop, found, finished, self._check_idle)
+        if not self._closing:
+            self._scan = Scan(
+                self.tier, self._backend, self._loop, found, finished, self._check_idle, trouble
+            )
 
     def describe(self, namespace: str, layout: Layout) -> None:
         """Have a namespace described, best effort, in a thread that cannot keep the process alive."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,50 @@ def retire(rig: DaemonRig) -> None:
         assert rig.complaints() == [], rig.daemon.log_tail(60)
     finally:
         rig.close()
+
+
+class Mount:
+    """A filesystem of its own, of ``size``, that can be mounted at a folder, taken away and brought back."""
+
+    def __init__(self, device: Path, folder: Path, size: str) -> None:
+        self._device, self._folder = device, folder
+        device.mkdir()
+        done = self._mount("-t", "tmpfs", "-o", f"size={size}", "kvtierd-test", str(device))
+        if done.returncode:
+            pytest.skip(f"NO REAL MOUNT TESTED: not permitted here: {done.stderr.strip()}")
+
+    def __enter__(self) -> Mount:
+        self.attach()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for folder in (self._folder, self._device):
+            self._detach(folder)
+
+    def attach(self, *, writable: bool = True) -> None:
+        assert self._mount("--bind", str(self._device), str(self._folder)).returncode == 0
+        if not writable:
+            assert self._mount("-o", "remount,bind,ro", str(self._folder)).returncode == 0
+
+    def detach(self) -> None:
+        """As when the storage is lost: whatever is open stays open."""
+        assert self._detach(self._folder) == 0
+
+    @staticmethod
+    def _mount(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False, timeout=20)
+
+    @staticmethod
+    def _detach(folder: Path) -> int:
+        return subprocess.run(
+            ["umount", "-l", str(folder)], capture_output=True, check=False, timeout=20
+        ).returncode
+
+
+@pytest.fixture
+def mounted() -> type[Mount]:
+    """Make mounts: device folder, mount point, size."""
+    return Mount
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +30,7 @@ from kvtierd.testing.workload import WorkBlock
 from kvtierd.wire.kvevents import BlockRemoved, BlockStored
 
 Make = Callable[..., DaemonRig]
+Mounted = Callable[..., Any]
 MIB = 1 << 20
 LRU = {"policy": "lru"}
 
@@ -238,44 +239,6 @@ def test_a_victim_that_cannot_be_deleted_is_skipped_and_told_of_once(make: Make)
 # -- faults ------------------------------------------------------------------------------------------
 
 
-class Mount:
-    """A filesystem of its own, of ``size``, that can be mounted at a folder, taken away and brought back."""
-
-    def __init__(self, device: Path, folder: Path, size: str) -> None:
-        self._device, self._folder = device, folder
-        device.mkdir()
-        done = self._mount("-t", "tmpfs", "-o", f"size={size}", "kvtierd-test", str(device))
-        if done.returncode:
-            pytest.skip(f"NO REAL MOUNT TESTED: not permitted here: {done.stderr.strip()}")
-
-    def __enter__(self) -> Mount:
-        self.attach()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for folder in (self._folder, self._device):
-            self._detach(folder)
-
-    def attach(self, *, writable: bool = True) -> None:
-        assert self._mount("--bind", str(self._device), str(self._folder)).returncode == 0
-        if not writable:
-            assert self._mount("-o", "remount,bind,ro", str(self._folder)).returncode == 0
-
-    def detach(self) -> None:
-        """As when the storage is lost: whatever is open stays open."""
-        assert self._detach(self._folder) == 0
-
-    @staticmethod
-    def _mount(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False, timeout=20)
-
-    @staticmethod
-    def _detach(folder: Path) -> int:
-        return subprocess.run(
-            ["umount", "-l", str(folder)], capture_output=True, check=False, timeout=20
-        ).returncode
-
-
 def test_a_root_that_is_absent_is_made(make: Make) -> None:
     """L79."""
     rig = make()
@@ -316,11 +279,11 @@ def test_a_root_that_goes_away_keeps_its_blocks_and_comes_back(rig: DaemonRig) -
     assert [("BlockRemoved", "STORAGE", "LOCAL") in rig.router.told(block) for block in made] == [False] * 3
 
 
-def test_a_mount_that_goes_away_and_comes_back(make: Make) -> None:
+def test_a_mount_that_goes_away_and_comes_back(make: Make, mounted: Mounted) -> None:
     """L70, L79: nothing is written into the folder below it; its blocks are hits again afterwards."""
     rig = make()
     root = rig.folder / "disk"
-    with Mount(rig.folder / "device", root, "8m") as mount:
+    with mounted(rig.folder / "device", root, "8m") as mount:
         rig.start()
         assert not list(root.rglob(".tmp-*")), "what was tried at the start is gone"
         session = rig.attach()
@@ -340,10 +303,10 @@ def test_a_mount_that_goes_away_and_comes_back(make: Make) -> None:
         assert rig.daemon.stop() == 0
 
 
-def test_a_full_filesystem_costs_old_blocks_and_nothing_else(make: Make) -> None:
+def test_a_full_filesystem_costs_old_blocks_and_nothing_else(make: Make, mounted: Mounted) -> None:
     """ENOSPC: no false event, no half block; then the same filesystem turns read-only, and back."""
     rig = make(slots=256, paranoid=False)
-    with Mount(rig.folder / "device", rig.folder / "disk", "2m") as mount:
+    with mounted(rig.folder / "device", rig.folder / "disk", "2m") as mount:
         limit(rig, 1 << 30, **LRU)
         rig.start()
         session = rig.attach()

@@ -14,7 +14,9 @@ import pytest
 
 from kvtierd.core.effects import BlockAt, Delete, Read, Write
 from kvtierd.core.stimuli import Outcome, Status
+from kvtierd.edges import mover_scan
 from kvtierd.edges.backends.memory import MemoryBackend
+from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import block, payload
 from kvtierd.testing.mover_bench import SIZE, at, entered, run, statuses
 from kvtierd.testing.mover_bench import MoverBench as Bench
@@ -330,6 +332,22 @@ async def test_a_scan_that_raises_is_finished_all_the_same(caplog):
         bench.mover.start_scan(lambda _: None, finished.set)
         await asyncio.wait_for(finished.wait(), 20)
         assert bench.mover.statistics()["scan"]["error"] == "OSError: unreadable"
+
+
+@run
+async def test_a_scan_that_the_storage_breaks_off_is_made_again(monkeypatch):
+    """What it did not see is not taken for lost."""
+    monkeypatch.setattr(mover_scan, "FIRST_PAUSE", 0.01)
+    async with Bench() as bench:
+        bench.mover.submit(Write(1, "ram", at(*range(8))))
+        await bench.outcomes(1)
+        bench.backend.raises("scan", TierError("ram", "the root folder is missing"), times=3)
+        found, told, finished = [], [], asyncio.Event()
+        bench.mover.start_scan(found.append, finished.set, told.append)
+        await asyncio.wait_for(finished.wait(), 20)
+        assert {one.block.id for batch in found for one in batch.blocks} == {block(n).id for n in range(8)}
+        assert told == ["the root folder is missing"] * 3 + [""]
+        assert bench.mover.statistics()["scan"]["error"] == ""
 
 
 @run

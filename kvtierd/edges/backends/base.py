@@ -27,16 +27,20 @@ class Backend(Protocol):
     """Storage of one tier. One outcome per block, in the order of the call."""
 
     def open(self) -> None:
-        """Make the storage usable.
+        """Make the storage usable; may be called again after it could not, and may hang as storage does.
 
         Raises:
-            TierError: it is not; the message says what to do.
+            TierRefused: it is not, and people have to change something; a start ends with that.
+            TierError: it is not, now. The message says what to do.
         """
 
     def scan(self) -> Iterator[list[FoundBlock]]:
         """Yield what is stored and proves itself, in batches, least recently used first.
 
-        Never stops on a bad entry.
+        Never stops on a bad entry. What a scan does not yield is taken for lost once it ended.
+
+        Raises:
+            TierError: the storage cannot be read now, so the scan has to be made again.
         """
 
     def describe(self, namespace: str, layout: Layout) -> None:
@@ -75,7 +79,10 @@ class Reserving(Protocol):
     """What a backend adds that occupies more than its blocks: temporaries, quarantine, spare space."""
 
     def reserve(self, max_bytes: int) -> int:
-        """Return how many of ``max_bytes`` must stay free of blocks for that; it never takes more."""
+        """Return how many of ``max_bytes`` must stay free of blocks for that; it never takes more.
+
+        Called before :meth:`open`, and touches nothing.
+        """
 
 
 @dataclass(frozen=True, slots=True)

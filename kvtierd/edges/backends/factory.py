@@ -22,7 +22,13 @@ def make_backend(tier: StorageTier) -> Backend:
     """
     if isinstance(tier, FsTier):
         return FsBackend(
-            tier.name, tier.path, io=tier.io, fsync=tier.fsync, shared=tier.shared, min_free=tier.min_free
+            tier.name,
+            tier.path,
+            io=tier.io,
+            fsync=tier.fsync,
+            shared=tier.shared,
+            min_free=tier.min_free,
+            lock_wait=0.0,  # whoever opens it tries again
         )
     if isinstance(tier, PluginTier):
         return make_added(tier.name, tier.type, tier.options)
@@ -32,17 +38,22 @@ def make_backend(tier: StorageTier) -> Backend:
 
 
 def holds_blocks(tier: StorageTier) -> bool:
-    """Say whether a quick look at the tier's storage shows that there was an earlier run."""
+    """Say whether a quick look at the tier's storage shows that there was, or may have been, an earlier run.
+
+    Touches the storage, so that it may hang.
+    """
     if not isinstance(tier, FsTier):
         return False
     try:
         return any(is_namespace(path.name) for path in (tier.path / BLOCKS).iterdir())
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
 
 
 def make_spec(tier: StorageTier, backend: Backend, pool_bytes: int) -> TierSpec:
-    """Return what the core has to know of a tier whose backend is open.
+    """Return what the core has to know of a tier; its storage is not touched.
 
     What the backend occupies besides its blocks is taken off the capacity; a tier's writes pin at most half
     of the pool, however slow it is.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -29,7 +28,7 @@ from kvtierd.edges.backends.fs_quarantine import Quarantine
 from kvtierd.edges.backends.fs_scan import FsScan
 from kvtierd.edges.backends.fs_space import Room
 from kvtierd.edges.backends.fs_tree import Folders
-from kvtierd.errors import TierError
+from kvtierd.errors import TierError, TierTaken
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,8 @@ class FsBackend:
     of the system is FAILED and leaves the block where it is. ``io`` and ``fsync``: :mod:`.fs_io`.
     ``shared``: other daemons use the root as well; then nothing is packed. ``min_free``: bytes that writes
     leave free on the filesystem. ``quarantine``: how many corrupt blocks are kept for a look. ``pack_below``:
-    from which payload size on a block has a file of its own.
+    from which payload size on a block has a file of its own. ``lock_wait``: how many seconds to wait for a
+    root that somebody else has (None: as long as another start or end takes).
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class FsBackend:
         min_free: int | None = None,
         quarantine: int = 64,
         pack_below: int = PACK_BELOW,
+        lock_wait: float | None = None,
     ) -> None:
         self.name = name
         self.root = Path(root)
@@ -67,6 +68,7 @@ class FsBackend:
         self._device: int | None = None
         self._inode = 0
         self._lock: RootLock | None = None
+        self._lock_wait = lock_wait
         self._packing = False
         self._pack_below = pack_below
         self._io = Io(io, fsync)
@@ -86,7 +88,8 @@ class FsBackend:
         """Make the root, take it and prove that it can be written.
 
         Raises:
-            TierError: it cannot, or another daemon has it.
+            TierTaken: another daemon has it.
+            TierError: it cannot, now.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -94,15 +97,17 @@ class FsBackend:
                 self._adopt(folders)
         except OSError as error:
             self.close()
-            hint = "make it a folder that this user can write, or change the tier's path"
-            if error.errno == errno.EBUSY:
+            what = f"cannot use {self.root}: {error.strerror}"
+            if isinstance(error, BlockingIOError):
                 hint = "give each daemon a path of its own, or set shared: true for all of them"
-            raise TierError(self.name, f"cannot use {self.root}: {error.strerror}; {hint}") from error
+                raise TierTaken(self.name, f"{what}; {hint}") from error
+            hint = "make it a folder that this user can write, or change the tier's path"
+            raise TierError(self.name, f"{what}; {hint}") from error
 
     def _adopt(self, folders: Folders) -> None:
         """Take a root that is new to this process and find out what its filesystem can do."""
         self.close()
-        self._lock = RootLock(folders.root, shared=self.shared)
+        self._lock = RootLock(folders.root, shared=self.shared, wait=self._lock_wait)
         folders.quarantine()
         fd, probe = fs_tree.create_temporary(folders.blocks(create=True))
         try:
@@ -144,8 +149,6 @@ class FsBackend:
         reserved = max_bytes // 16 + min(max_bytes // 16, 1 << 20)
         self._quarantine.limit(min(reserved // 4, 1 << 30))
         self._packed.slots.spare_limit = min(reserved // 4, 1 << 30)
-        with contextlib.suppress(OSError), Folders(self.root, self._device) as folders:
-            self._quarantine.trim(folders)
         return reserved
 
     def statistics(self) -> dict[str, int]:
@@ -167,9 +170,16 @@ class FsBackend:
     # -- content ------------------------------------------------------------------------------------
 
     def scan(self) -> Iterator[list[FoundBlock]]:
-        """Yield all blocks whose header and size are right, least recently used first."""
-        with self._scanning:
-            yield from self._new_scan().run()
+        """Yield all blocks whose header and size are right, least recently used first.
+
+        Raises:
+            TierError: the root cannot be read.
+        """
+        try:
+            with self._scanning:
+                yield from self._new_scan().run()
+        except OSError as error:
+            raise TierError(self.name, fs_faults.describe(error)) from error
 
     def _new_scan(self, *, names: bool = True) -> FsScan:
         return FsScan(
@@ -385,6 +395,8 @@ class FsBackend:
         try:
             for _ in self._new_scan(names=False).run():
                 pass
+        except OSError:
+            return False
         finally:
             self._scanning.release()
         return True

@@ -19,8 +19,10 @@ class RootLock:
     It ends with its process, however that ends. ``held`` is false where the filesystem has no locks.
     """
 
-    def __init__(self, root: int, *, shared: bool, sign: bool = True) -> None:
+    def __init__(self, root: int, *, shared: bool, sign: bool = True, wait: float | None = None) -> None:
         """Take the lock of the root with this descriptor; ``sign``: leave a word in it for people.
+
+        ``wait``: for how many seconds to try (``None``: ``WAIT_SECONDS``).
 
         Raises:
             BlockingIOError: another process has it (EBUSY).
@@ -31,7 +33,7 @@ class RootLock:
         self.alone = self.held = False
         self._supported = True
         try:
-            self._take(shared)
+            self._take(shared, WAIT_SECONDS if wait is None else wait)
             if not self.held and self._supported:
                 raise BlockingIOError(errno.EBUSY, f"it is in use by {self._owner()}")
             if self.held and sign:
@@ -40,9 +42,9 @@ class RootLock:
             os.close(self._fd)
             raise
 
-    def _take(self, shared: bool) -> None:
+    def _take(self, shared: bool, wait: float) -> None:
         """Try for a while: a daemon that shares the root begins alone, and one that ends takes a moment."""
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + wait
         while self._supported and not self.held:
             self.alone = self._try(fcntl.LOCK_EX)
             self.held = self.alone or (shared and self._try(fcntl.LOCK_SH))

@@ -64,21 +64,23 @@ class FsScan:
         self._proved: dict[int, set[int]] = {}
 
     def run(self) -> Iterator[list[FoundBlock]]:
-        """Yield batches of at most ``BATCH`` blocks, least recently used first."""
-        try:
-            with Folders(self._root, self._device) as folders:
-                candidates: list[_File | _Slot] = list(self._slots(folders))
-                wanted = list(self._folders(folders)) if self._names else []
-            for folder, content in FolderReader(self._root, self._device, self._processes).read(wanted):
-                self._note(folder, content.temporaries, content.bad, content.foreign, content.unreadable)
-                self._count("scan: headers read", len(content.proved))
-                for proved in content.proved:
-                    block = self._file(folder, proved)
-                    if block is not None:
-                        candidates.append((proved[0], block))
-        except OSError:
-            self._count("scan: unreadable")
-            return
+        """Yield batches of at most ``BATCH`` blocks, least recently used first.
+
+        Raises:
+            OSError: the root cannot be opened (any more). Another run takes nothing twice.
+        """
+        with Folders(self._root, self._device) as folders:
+            candidates: list[_File | _Slot] = list(self._slots(folders))
+            wanted = list(self._folders(folders)) if self._names else []
+        for folder, content in FolderReader(self._root, self._device, self._processes).read(wanted):
+            self._note(folder, content.temporaries, content.bad, content.foreign, content.unreadable)
+            self._count("scan: headers read", len(content.proved))
+            for proved in content.proved:
+                block = self._file(folder, proved)
+                if block is not None:
+                    candidates.append((proved[0], block))
+        with Folders(self._root, self._device):
+            pass  # what lay below a root that went away meanwhile is not lost
         candidates.sort(key=itemgetter(0), reverse=True)
         while candidates:
             chunk = candidates[-BATCH:]
@@ -191,14 +193,11 @@ class FsScan:
 
     def _prove_all(self, chunk: Iterator[_File | _Slot]) -> list[FoundBlock]:
         found: list[FoundBlock] = []
-        try:
-            with Folders(self._root, self._device) as folders, SegmentFiles(folders) as files:
-                for at in chunk:
-                    block = at[1] if len(at) == 2 else self._slot(files, at)
-                    if block is not None:
-                        found.append(block)
-        except OSError:
-            self._count("scan: unreadable")
+        with Folders(self._root, self._device) as folders, SegmentFiles(folders) as files:
+            for at in chunk:
+                block = at[1] if len(at) == 2 else self._slot(files, at)
+                if block is not None:
+                    found.append(block)
         return found
 
     def _file(self, folder: Folder, proved: Proved) -> FoundBlock | None:

@@ -74,7 +74,7 @@ class ObjectBackend(ObjectUpkeep):
         """Make the client. Nothing is sent: a store that is down or refuses is a matter of each call.
 
         Raises:
-            TierError: the package, a file or a variable that the settings name is missing.
+            TierRefused: the package, a file or a variable that the settings name is missing.
         """
         self._requests.open()
 

@@ -65,7 +65,7 @@ class Requests:
         """Make the client; nothing is sent.
 
         Raises:
-            TierError: the package, a file or a variable that the settings name is missing.
+            TierRefused: the package, a file or a variable that the settings name is missing.
         """
         self._obstore = require_obstore(self.name)
         self._store = self._connect()

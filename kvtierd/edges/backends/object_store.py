@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtierd.config.object_store import is_loopback, is_plain, split_url
-from kvtierd.errors import TierError
+from kvtierd.errors import TierError, TierRefused
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Credential
@@ -33,14 +33,14 @@ def require_obstore(tier: str) -> Any:
     Its runtime takes a thread per core unless told otherwise; a few carry a tier's requests.
 
     Raises:
-        TierError: it is not installed.
+        TierRefused: it is not installed.
     """
     os.environ.setdefault("TOKIO_WORKER_THREADS", str(min(RUNTIME_THREADS, os.cpu_count() or 1)))
     try:
         import obstore
         import obstore.store
     except ImportError as error:
-        raise TierError(tier, "object stores need one more package: pip install kvtierd[object]") from error
+        raise TierRefused(tier, "object stores need one more package: pip install kvtierd[object]") from error
     return obstore
 
 
@@ -48,7 +48,7 @@ def connect(tier: ObjectTier, environ: Mapping[str, str] | None = None) -> Objec
     """Return a client for the tier's bucket; nothing is sent yet. Keys are relative to the bucket.
 
     Raises:
-        TierError: a package, file or variable is missing; names the key of the tier file.
+        TierRefused: a package, file or variable is missing; names the key of the tier file.
     """
     variables = os.environ if environ is None else environ
     stores = require_obstore(tier.name).store
@@ -62,7 +62,7 @@ def connect(tier: ObjectTier, environ: Mapping[str, str] | None = None) -> Objec
     except TierError:
         raise
     except Exception as error:  # obstore refuses options with errors whose text may hold them
-        raise TierError(
+        raise TierRefused(
             tier.name, f"cannot set up the client of the store ({type(error).__name__})"
         ) from None
 
@@ -123,14 +123,14 @@ def _one_try() -> RetryConfig:
 
 
 def _read(tier: str, key: str, path: Path, limit: int) -> bytes:
-    """Return a small file's content; raises :class:`TierError` that names the key."""
+    """Return a small file's content; raises :class:`TierRefused` that names the key."""
     try:
         with path.open("rb") as file:
             content = file.read(limit + 1)
     except OSError as error:
-        raise TierError(tier, f"{key}: cannot read {path}: {error.strerror}") from None
+        raise TierRefused(tier, f"{key}: cannot read {path}: {error.strerror}") from None
     if not content or len(content) > limit:
-        raise TierError(tier, f"{key}: {path} is empty or larger than {limit} bytes")
+        raise TierRefused(tier, f"{key}: {path} is empty or larger than {limit} bytes")
     return content
 
 
@@ -192,12 +192,12 @@ class _Secrets:
             message = (
                 f"credentials.file: {path} has no aws_access_key_id and aws_secret_access_key in [{profile}]"
             )
-            raise TierError(self._tier, message) from None
+            raise TierRefused(self._tier, message) from None
 
     def _variable(self, key: str, name: str | None) -> str | None:
         if name is None:
             return None
         value = self._environ.get(name, "")
         if not value:
-            raise TierError(self._tier, f"credentials.{key}: the variable {name} is not set")
+            raise TierRefused(self._tier, f"credentials.{key}: the variable {name} is not set")
         return value

@@ -70,6 +70,7 @@ def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]
         secondaries=specs,
         job_ttl=tier_file.engine.job_ttl,
         lease_ttl=tier_file.engine.lease_ttl,
+        max_leases=tier_file.engine.max_leases,
     )
 
 

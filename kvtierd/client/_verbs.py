@@ -289,6 +289,22 @@ def touch(keys: Iterable[KeyLike]) -> Flow[int]:
     return counted(partial(stimuli.Touch, keys=as_keys(keys)))
 
 
+def renew(held: Iterable[JobData | LoadData | LookupData]) -> Flow[int]:
+    """Give what is still held its whole time again; returns how many the daemon still had."""
+    numbers = []
+    epoch = 0
+    for one in held:
+        number = one.job if isinstance(one, JobData) else one.lease
+        if number and (isinstance(one, LookupData) or one.open):
+            numbers.append(number)
+            epoch = one.epoch
+    if not numbers:
+        return 0
+    build = partial(stimuli.Renew, numbers=tuple(numbers))
+    reply: effects.Done | Miss = yield Verb(build, effects.Done, epoch=epoch)
+    return 0 if isinstance(reply, Miss) else reply.count
+
+
 def inventory(tier: str | None) -> Flow[list[InventoryEntry]]:
     """Return every residency of the namespace; empty when the daemon goes away on the way."""
     entries: list[InventoryEntry] = []

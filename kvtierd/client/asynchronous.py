@@ -143,6 +143,10 @@ class AsyncSession(SessionBase):
         """Start promoting keys into the pool; returns how many were started."""
         return await self._run(_verbs.prefetch(keys))
 
+    async def renew(self, *held: _verbs.JobData | _verbs.LoadData | _verbs.LookupData) -> int:
+        """Give jobs and leases that take longer their whole time again; returns how many were still held."""
+        return await self._run(_verbs.renew(held))
+
     async def touch(self, keys: Iterable[KeyLike]) -> int:
         """Mark keys as just used, in every tier."""
         return await self._run(_verbs.touch(keys))

@@ -141,6 +141,10 @@ class Session(SessionBase):
         """Start promoting keys into the pool; returns how many were started."""
         return self._run(_verbs.prefetch(keys))
 
+    def renew(self, *held: _verbs.JobData | _verbs.LoadData | _verbs.LookupData) -> int:
+        """Give jobs and leases that take longer their whole time again; returns how many were still held."""
+        return self._run(_verbs.renew(held))
+
     def touch(self, keys: Iterable[KeyLike]) -> int:
         """Mark keys as just used, in every tier."""
         return self._run(_verbs.touch(keys))

@@ -53,7 +53,7 @@ class Access(Section):
 class Engine(Section):
     """Bounds on what engines may hold. ``lease_ttl`` is the ceiling for leases of loads.
 
-    ``max_requests`` and ``max_leases`` (jobs and waiting loads included) are one connection's;
+    ``max_requests`` (unanswered) and ``max_leases`` (jobs included) are one connection's;
     ``max_buffered`` is what all connections together may have half sent or not read.
     """
 

@@ -9,8 +9,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
+from kvtierd.core.holdings import Holdings
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.residency import Link, Node, ResidentSet, State
+from kvtierd.core.sessions import Job, Lease
 from kvtierd.core.tier import PoolSpace, SecondaryTier
 from kvtierd.errors import InvariantBroken
 
@@ -22,6 +24,7 @@ def validate(ladder: Ladder) -> None:
         InvariantBroken: with the first promise that does not hold.
     """
     _check_units(ladder)
+    _check_holdings(ladder)
     pins = _expected_pins(ladder)
     for space in ladder.stack.primary.spaces.values():
         _check_set(space.blocks)
@@ -31,6 +34,13 @@ def validate(ladder: Ladder) -> None:
         _check_set(tier.blocks)
         _check_secondary(ladder, tier)
         _check_pins(tier.blocks, pins)
+
+
+def _check_holdings(ladder: Ladder) -> None:
+    holdings: tuple[Holdings[Job] | Holdings[Lease], ...] = (ladder.sessions.jobs, ladder.sessions.leases)
+    for held in holdings:
+        counted = Counter(one.session for one in held.values())
+        _require(held.counts == counted, f"jobs or leases by session: {counted}, counted {held.counts}")
 
 
 def _require(condition: bool, message: str) -> None:

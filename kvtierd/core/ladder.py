@@ -16,6 +16,7 @@ from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
 from kvtierd.core.geometry import UNIT, Geometry
+from kvtierd.core.holdings import Limit
 from kvtierd.core.loads import Loads
 from kvtierd.core.model import BlockKey, TierEvent, block_ids
 from kvtierd.core.policies.lru import Lru
@@ -63,6 +64,7 @@ class Ladder:
         secondaries: Sequence[TierSpec] = (),
         job_ttl: float = 60.0,
         lease_ttl: float = 60.0,
+        max_leases: int = 16384,
     ) -> None:
         self.pool_bytes = pool_bytes
         self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries)
@@ -72,6 +74,9 @@ class Ladder:
         self.cascade = Cascade(self.stack, self.upkeep)
         self.stores = Stores(self.stack, self.sessions, self.custody, self.cascade, job_ttl)
         self.loads = Loads(self.stack, self.sessions, self.custody, lease_ttl)
+        self.limit = Limit(
+            self.stack, self.sessions, max_leases=max_leases, job_ttl=job_ttl, lease_ttl=lease_ttl
+        )
         self.inventory = inventory.Pages(self.stack)
         self.resets = Resets(self.stack)
         self.stopping = False
@@ -83,6 +88,7 @@ class Ladder:
             stimuli.Fail: self.stores.fail,
             stimuli.Load: self.loads.load,
             stimuli.Release: self.loads.release,
+            stimuli.Renew: self.limit.renew,
             stimuli.Touch: self._touch,
             stimuli.Evict: self._evict,
             stimuli.Reset: self._reset,
@@ -146,6 +152,8 @@ class Ladder:
             if session is None:
                 raise Refusal(ErrorCode.NOT_ATTACHED, f"{type(request).__name__} needs an attach first")
             self._check(session, request)
+            if problem := self.limit.problem(session, request):
+                raise Refusal(ErrorCode.BUSY, problem)
             self._handlers[type(request)](session, request)
         except Refusal as refusal:
             self.stack.answer(number, Refused(id=request.id, code=refusal.code, message=str(refusal)))

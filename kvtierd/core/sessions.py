@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvtierd.core.holdings import Holdings
 from kvtierd.core.model import BlockKey
 from kvtierd.core.residency import Node
 from kvtierd.core.stimuli import Role
@@ -71,8 +72,8 @@ class Sessions:
     """All sessions, jobs, leases and quarantines; numbers of the three come from one counter."""
 
     open: dict[int, Session] = field(default_factory=dict)
-    jobs: dict[int, Job] = field(default_factory=dict)
-    leases: dict[int, Lease] = field(default_factory=dict)
+    jobs: Holdings[Job] = field(default_factory=Holdings)
+    leases: Holdings[Lease] = field(default_factory=Holdings)
     quarantines: dict[int, Quarantine] = field(default_factory=dict)
     mapped: dict[str, set[bytes]] = field(default_factory=dict)
     """Engine id to the living processes that mapped the pool for it."""

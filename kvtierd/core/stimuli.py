@@ -94,6 +94,12 @@ class Release(Request, frozen=True, kw_only=True, tag="release"):
     lease: int
 
 
+class Renew(Request, frozen=True, kw_only=True, tag="renew"):
+    """Give jobs and leases (by ``numbers``) of this connection their whole time to live again."""
+
+    numbers: tuple[int, ...]
+
+
 class Touch(Request, frozen=True, kw_only=True, tag="touch"):
     """Mark keys as just used, in every tier."""
 
@@ -149,6 +155,7 @@ LadderRequest = (
     | Fail
     | Load
     | Release
+    | Renew
     | Touch
     | Evict
     | Reset

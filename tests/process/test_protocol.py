@@ -317,6 +317,9 @@ def everything(session: Session) -> None:
     assert session.get(made[5].key) is None
     wait_for(lambda: len(session.inventory("disk")) == 5, "the files")
     assert session.touch(keys_of(made)) == 10
+    with session.load(keys_of(made)) as held:
+        assert session.renew(held) == 1
+    assert session.renew(held) == 0
     assert session.evict(keys_of(made[:5]), ["cpu"]) == 5
     assert session.prefetch(keys_of(made[:2])) == 2
     wait_for(lambda: session.lookup(keys_of(made)).states[:2] == (KeyState.HIT,) * 2, "the prefetch")
@@ -345,6 +348,10 @@ async def everything_async(session: AsyncSession) -> None:
     assert await session.get(made[5].key) is None
     await until(lambda: session.inventory("disk"), lambda entries: len(entries) == 5)
     assert await session.touch(keys_of(made)) == 10
+    reserved = await session.prepare_store(keys_of(loose(2, "renewed")))
+    assert await session.renew(reserved) == 1
+    await reserved.abort()
+    assert await session.renew(reserved) == 0
     assert await session.evict(keys_of(made[:5]), ["cpu"]) == 5
     assert await session.prefetch(keys_of(made[:2])) == 2
     await until(lambda: session.lookup(keys_of(made)), lambda found: found.states[:2] == (KeyState.HIT,) * 2)

@@ -58,6 +58,7 @@ CLIENT = [
     stimuli.Fail(id=8, job=9, keys=(K2,)),
     stimuli.Load(id=9, keys=(K1,), deadline=0.25, scope=Scope(load_from=("disk",))),
     stimuli.Release(id=10, lease=4),
+    stimuli.Renew(id=19, numbers=(4, 9)),
     stimuli.Touch(id=11, keys=(K1,)),
     stimuli.Evict(id=12, keys=(K1,), tiers=("cpu",)),
     stimuli.Reset(id=13, tiers=("cpu", "disk")),

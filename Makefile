@@ -8,7 +8,7 @@ STAMP  := .stamp
 PIP    := -m pip install --quiet --disable-pip-version-check
 LIMITS := tests/requirements/constraints.txt
 
-.PHONY: demo test lint unit object engine router deploy bench manifests clean help
+.PHONY: demo test lint unit object engine router deploy bench manifests generated clean help
 
 help:
 	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
@@ -88,6 +88,10 @@ router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 
 deploy: $(VENV)/$(STAMP)-test .venvs/deploy/$(STAMP)
 	$(BIN)/pytest tests/deploy
+
+# Completions, man pages, the tier file's JSON Schema; a test holds them against the code.
+generated: $(VENV)/$(STAMP)-test
+	$(BIN)/python -m kvtierd.testing.generated
 
 # The single-file example is the rendered overlay; a test holds them together.
 manifests:

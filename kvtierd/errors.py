@@ -24,6 +24,25 @@ class ExitCode(enum.IntEnum):
     NO_PERMISSION = 77
     CONFIG = 78
 
+    @property
+    def meaning(self) -> str:
+        """What a person should take from it."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitCode.OK: "it worked; a daemon: it was stopped and left cleanly",
+    ExitCode.GENERIC: "it did not, and the message says why",
+    ExitCode.USAGE: "the call is wrong: a command, option or argument that does not exist",
+    ExitCode.UNAVAILABLE: "no daemon answers",
+    ExitCode.INTERNAL: "a bug, or a broken invariant: the daemon ends rather than serve a wrong byte",
+    ExitCode.CANT_CREATE: "the pool, a socket or a folder cannot be made",
+    ExitCode.IO: "a tier's storage failed, or holds corrupt blocks",
+    ExitCode.TEMPORARY: "not all that was accepted could be written within the grace",
+    ExitCode.NO_PERMISSION: "the daemon does not take commands from this user",
+    ExitCode.CONFIG: "the tier file or a variable that overrides it is wrong",
+}
+
 
 class KvtierdError(Exception):
     """Root of all exceptions that kvtierd raises on purpose."""

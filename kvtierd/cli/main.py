@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from kvtierd import __version__
@@ -29,11 +29,15 @@ COMMANDS = {
     "replay": ("kvtierd.cli.replay", "replay a request trace through tiers of a given size"),
     "demo": ("kvtierd.cli.demo", "run a small daemon, a workload and a router's view of it"),
     "bench": ("kvtierd.cli.bench", "measure the daemon on this machine"),
+    "completion": ("kvtierd.cli.completion", "print a shell's completion"),
     "version": ("kvtierd.cli.version", "print the version"),
 }
 
 Subparsers = Any
 """``argparse._SubParsersAction``, which has no public name."""
+
+
+Run = Callable[[argparse.Namespace], int]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,20 +69,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERNAL
 
 
-def _run(arguments: list[str]) -> int:
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+def make_parser(wanted: Collection[str]) -> tuple[argparse.ArgumentParser, dict[str, Run]]:
+    """Return the parser and the functions of the ``wanted`` commands, the only ones that are imported."""
     parser = _Parser(prog="kvtierd", description="KV-cache tier daemon for LLM inference engines.")
     parser.add_argument("-V", "--version", action="version", version=f"kvtierd {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    run: Callable[[argparse.Namespace], int] | None = None
+    runs: dict[str, Run] = {}
     for name, (module_name, help_text) in COMMANDS.items():
-        if name == wanted:
+        if name in wanted:
             module = _import(name, module_name)
             module.add_parser(subparsers)
-            run = module.run
+            runs[name] = module.run
         else:
             subparsers.add_parser(name, help=help_text)
+    return parser, runs
+
+
+def _run(arguments: list[str]) -> int:
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser, runs = make_parser({wanted} if wanted else ())
     args = parser.parse_args(arguments)
+    run = runs.get(wanted or "")
     if run is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ExitCode
@@ -19,10 +20,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the schema (draft 2020-12)."""
+    """Print the schema."""
+    del args
+    print(json.dumps(schema_of_the_tier_file(), indent=2))
+    return ExitCode.OK
+
+
+def schema_of_the_tier_file() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12)."""
     from kvtierd.config.schema import TierFile
 
-    del args
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **TierFile.model_json_schema()}
-    print(json.dumps(schema, indent=2))
-    return ExitCode.OK
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TierFile.model_json_schema()}

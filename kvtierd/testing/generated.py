@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,7 +51,9 @@ def command_page() -> str:
     page.section, page.manual, page.source = "8", "kvtierd", f"kvtierd {__version__}"
     page.description = "KV-cache tier daemon for LLM inference engines"
     page.date = RELEASED
-    return "\n".join([str(page).rstrip(), *_exit_status(), *_environment(), *_see_also()]) + "\n"
+    # A line that a wrap lets begin with a quote would be taken for a command.
+    text = re.sub(r"^'", r"\\&'", str(page).rstrip(), flags=re.MULTILINE)
+    return "\n".join([text, *_exit_status(), *_environment(), *_see_also()]) + "\n"
 
 
 def _exit_status() -> Iterator[str]:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from kvtierd.core.invariants import validate
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.edges import pinning
-from kvtierd.edges.admin import AdminServer
+from kvtierd.edges.admin import AdminServer, metrics_route
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
 from kvtierd.edges.engine import EngineServer
@@ -34,8 +33,10 @@ from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
 from kvtierd.edges.opening import Openings
 from kvtierd.edges.pool import Pool
+from kvtierd.edges.pulse import Pulse
 from kvtierd.edges.unix_socket import lock_folder, make_folder, unlock_folder
 from kvtierd.errors import InvariantBroken, PoolError
+from kvtierd.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,13 @@ class Daemon:
 
     def __init__(self, tier_file: TierFile, *, paranoid: bool = False) -> None:
         self.tier_file = tier_file
+        self.report = Report(self)
         self.state = "starting"
         self._paranoid = paranoid
         self._stop = asyncio.Event()
         self._turned = asyncio.Event()
         self._failure: BaseException | None = None
-        self._started = time.monotonic()
-        self._turn_at = self._started
-        self._turns = 0
+        self.pulse = Pulse()
         self._stuck = False
         self._deadline: tuple[float, asyncio.TimerHandle] | None = None
         self._pool: Pool | None = None
@@ -123,7 +123,8 @@ class Daemon:
         self._pool = Pool.allocate(config.pool, config.runtime_dir)
         await self._control.start()
         if config.admin.listen is not None:
-            self._admin = AdminServer(config.admin.listen, self.health, self.status)
+            routes = {"/metrics": metrics_route(self.report.figures)}
+            self._admin = AdminServer(config.admin.listen, self.report.health, self.report.status, routes)
             await self._admin.start()
         backends = assembly.make_backends(config)
         self._openings = openings = assembly.make_openings(config, backends, self._loop)
@@ -169,7 +170,7 @@ class Daemon:
         return EngineServer(
             self.tier_file.runtime_dir / name,
             turn=self.turn,
-            status=self.status,
+            status=self.report.status,
             survey=self._begin_survey if pool is None else None,
             liveness=liveness,
             pool_fd=pool.fd if pool is not None else None,
@@ -213,6 +214,7 @@ class Daemon:
             self._fail(error)
 
     def _run_turn(self, ladder: Ladder, batch: Sequence[stimuli.Stimulus]) -> None:
+        began = time.monotonic()
         answers: dict[int, list[effects.Reply]] = defaultdict(list)
         for stimulus in batch:
             for effect in ladder.handle(stimulus, self._loop.time()):
@@ -230,8 +232,7 @@ class Daemon:
             self._merged.committed = any(map(_is_commit, batch))
         if self._announcer is not None and (events or scanned):
             self._announcer.publish(events, scanned)
-        self._turns += 1
-        self._turn_at = time.monotonic()
+        self.pulse.turned(began)
         self._turned.set()
         self._arm(ladder.next_deadline())
 
@@ -274,6 +275,7 @@ class Daemon:
 
     def _tick(self) -> None:
         self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
+        self.pulse.ticked(TICK_SECONDS)
         self.turn([stimuli.Tick()])
         if self._announcer is not None:
             self._announcer.tick()
@@ -360,8 +362,6 @@ class Daemon:
         if self._pool is not None:
             self._pool.close()
 
-    # -- what people see ----------------------------------------------------------------------------
-
     def _begin_survey(self, tier: str | None) -> Survey | str:
         if self._ladder is None:
             return "the tiers are not open yet"
@@ -369,39 +369,6 @@ class Daemon:
         if tier is not None and tier not in stack.names:
             return f"no tier is named {tier!r}; the tiers are {', '.join(stack.names)}"
         return Survey(stack, tier)
-
-    def health(self) -> dict[str, Any]:
-        """Return what probes need: the state and the age in seconds of the last turn."""
-        return {"state": self.state, "turn_age_seconds": time.monotonic() - self._turn_at}
-
-    def status(self) -> dict[str, Any]:
-        """Return the whole status as plain values."""
-        body: dict[str, Any] = {
-            "version": __version__,
-            "pid": os.getpid(),
-            "state": self.state,
-            "uptime_seconds": time.monotonic() - self._started,
-            "turns": self._turns,
-        }
-        if self._pool is not None:
-            body["pool"] = {
-                "pool_id": self._pool.pool_id,
-                "bytes": self._pool.bytes,
-                "prefaulted_bytes": self._pool.prefaulted_bytes,
-                **self._pool.achieved,
-            }
-        if self._ladder is not None:
-            body.update(self._ladder.statistics())
-        if self._hub is not None:
-            journal = {} if self._announcer is None else self._announcer.statistics()
-            relay = {} if self._merged is None else self._merged.statistics()
-            body["events"] = {**self._hub.statistics(), "journal": journal, "relay": relay}
-        body["movers"] = {name: mover.statistics() for name, mover in self._movers.items()}
-        if self._engine is not None:
-            body["engine"] = self._engine.statistics()
-        if self._control is not None:
-            body["control"] = self._control.statistics()
-        return body
 
 
 def _is_commit(stimulus: stimuli.Stimulus) -> bool:

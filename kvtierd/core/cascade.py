@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import BlockAt, Write
-from kvtierd.core.model import BlockId
+from kvtierd.core.model import BlockId, Departure
 from kvtierd.core.residency import Node, State
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
@@ -81,8 +81,7 @@ class Cascade:
         block_id = victim.block.id
         absent = [tier for tier in self._demoting if tier.resident(block_id) is None]
         if not absent:
-            self._stack.primary.counters["evictions"] += 1
-            self._stack.primary.forget(victim)
+            self._stack.primary.forget(victim, Departure.CAPACITY)
         for tier in absent:
             leaving = tier.leaving.setdefault(block_id.namespace, set())
             if len(leaving) < WRITE_BATCH:
@@ -171,8 +170,7 @@ class Cascade:
         if tier.left(source.block.id):
             space = self._stack.primary.space_of(source)
             if tier.resident(source.block.id) is not None and space.blocks.evictable(source):
-                self._stack.primary.counters["evictions"] += 1
-                self._stack.primary.forget(source)
+                self._stack.primary.forget(source, Departure.CAPACITY)
 
     def _failed(self, tier: SecondaryTier, node: Node, outcome: Outcome) -> None:
         """Count a block that was not written; it gets one more try as long as the pool has it."""

@@ -18,7 +18,7 @@ from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
 from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.holdings import Limit
 from kvtierd.core.loads import Loads
-from kvtierd.core.model import BlockKey, TierEvent, block_ids
+from kvtierd.core.model import BlockKey, Departure, TierEvent, block_ids
 from kvtierd.core.policies.lru import Lru
 from kvtierd.core.resets import Resets
 from kvtierd.core.residency import leaf_first
@@ -376,7 +376,7 @@ class Ladder:
             return
         for space in self.stack.primary.spaces.values():
             for node in leaf_first(space.blocks):
-                self.stack.primary.forget(node)
+                self.stack.primary.forget(node, Departure.STOPPED)
 
 
 def _check_meta(request: stimuli.PrepareStore) -> None:

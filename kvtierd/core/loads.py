@@ -20,7 +20,6 @@ from kvtierd.core.tier import PoolSpace
 
 MISS, HIT, COLD, PENDING = KeyState
 RESIDENT, LOADING = State.RESIDENT, State.LOADING
-_LOOKUP_COUNTERS = tuple((state, f"lookup_{state.name.lower()}") for state in KeyState)
 
 
 @dataclass(slots=True)
@@ -57,7 +56,9 @@ class Loads:
         """Answer the state of each key; promote and lease the leading ones where asked."""
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
-        states = self._states(space, ids)
+        cold: list[str] = []
+        fresh: list[Node] = []
+        states = self._states(space, ids, cold, fresh)
         if request.promote and self.probing:
             self._probe(ids, states)
         prefix = _until(states, MISS)
@@ -69,7 +70,7 @@ class Loads:
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
             for node in nodes:
                 self.promotion.claim(node)
-        self._count(states)
+        self._count(states, cold, fresh)
         self._stack.answer(
             session.number,
             LookedUp(id=request.id, states=tuple(states), prefix=prefix, lease=lease, leased=leased),
@@ -79,20 +80,32 @@ class Loads:
         """Start promotions of the leading loadable keys and answer at once."""
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
-        states = self._states(space, ids)
+        states = self._states(space, ids, [], [])
         count = self._promote(space, ids[: _until(states, MISS)], states)
         self._stack.answer(session.number, Done(id=request.id, count=count))
 
-    def _states(self, space: PoolSpace, ids: Iterable[BlockId]) -> list[KeyState]:
-        """Return each block's state; the hottest loop of the daemon."""
+    def _states(
+        self, space: PoolSpace, ids: Iterable[BlockId], cold: list[str], fresh: list[Node]
+    ) -> list[KeyState]:
+        """Return each block's state; the hottest loop of the daemon.
+
+        ``cold`` gets the tier of each COLD block, ``fresh`` the HITs that were promoted and not used yet.
+        """
         find, source = space.blocks.nodes.get, self.promotion.source
         states = []
         for block_id in ids:
             node = find(block_id)
             if node is None:
-                states.append(COLD if source(space, block_id, None) is not None else MISS)
+                tier = source(space, block_id, None)
+                if tier is None:
+                    states.append(MISS)
+                else:
+                    states.append(COLD)
+                    cold.append(tier.name)
             elif node.state is RESIDENT:
                 states.append(HIT)
+                if node.source:
+                    fresh.append(node)
             else:
                 states.append(PENDING if node.state is LOADING else MISS)
         return states
@@ -127,10 +140,24 @@ class Loads:
         self.promotion.flush()
         return count
 
-    def _count(self, states: list[KeyState]) -> None:
-        for state, name in _LOOKUP_COUNTERS:
-            if count := states.count(state):
-                self._stack.primary.counters[name] += count
+    def _count(self, states: list[KeyState], cold: Iterable[str], fresh: Sequence[Node]) -> None:
+        """Count what was found where, once for each question: while a block is PENDING it is asked again.
+
+        A promoted block counts for the tier that it came from, at its first use.
+        """
+        counters = self._stack.primary.counters
+        if PENDING in states:
+            counters["lookup_unsettled"] += len(states)
+            return
+        counters["lookup_blocks"] += len(states)
+        counters["lookup_misses"] += states.count(MISS)
+        counters["lookup_hits"] += states.count(HIT) - len(fresh)
+        for name in cold:
+            self._stack.by_name[name].counters["lookup_hits"] += 1
+        for node in fresh:  # no source any more: the request names the key twice
+            tier = self._stack.by_name.get(node.source, self._stack.primary)
+            tier.counters["lookup_hits"] += 1
+            node.source = ""
 
     # -- load ---------------------------------------------------------------------------------------
 
@@ -225,6 +252,7 @@ class Loads:
             primary.unpin(node)
         for node in reversed(nodes):  # so that the root ends as the most recent
             primary.space_of(node).blocks.touch(node)
+            node.source = ""
         for source in sources:
             primary.counters[f"load_from_{source}"] += 1
         lease = self._lease(load.session, nodes, self._ttl, exposed=True, pinned=True) if nodes else 0

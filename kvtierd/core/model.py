@@ -160,6 +160,25 @@ class Block:
         return self.meta.hashes if self.meta is not None else (event_hash(self.id.key),)
 
 
+class Departure(enum.StrEnum):
+    """Why a visible block left a tier.
+
+    ``CAPACITY``: another took its room. ``TTL``: unused for too long. ``CROWDED``: the storage was full of
+    what others keep there. ``CLEARED``: somebody asked for it. ``CORRUPT``, ``GONE``: its bytes are wrong,
+    or an outsider took them. ``DETACHED``: no engine of its layout is left and the pool was needed.
+    ``STOPPED``: the pool ends with the daemon.
+    """
+
+    CAPACITY = "capacity"
+    TTL = "ttl"
+    CROWDED = "crowded"
+    CLEARED = "cleared"
+    CORRUPT = "corrupt"
+    GONE = "gone"
+    DETACHED = "detached"
+    STOPPED = "stopped"
+
+
 class EventKind(enum.Enum):
     """A placement change of one block in one tier."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtierd.core.effects import BlockAt, Read
-from kvtierd.core.model import BlockId
+from kvtierd.core.model import BlockId, Departure
 from kvtierd.core.residency import Node, State
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
@@ -100,7 +100,7 @@ class Promotion:
             self._settle_source(tier, below, outcome, corrupt)
             self._settle_target(node, outcome)
             self._settled(node)
-        self._stack.delete(tier, corrupt, corrupt=True)
+        self._stack.delete(tier, corrupt, Departure.CORRUPT)
 
     def _settle_target(self, node: Node, outcome: Outcome) -> None:
         primary = self._stack.primary
@@ -110,7 +110,7 @@ class Promotion:
                 self.grace[node] = self._stack.now + GRACE
                 return
         elif not node.gone:
-            primary.forget(node)
+            primary.abandon(node)
         primary.space_of(node).promoting -= 1
         primary.unpin(node)
 
@@ -130,7 +130,7 @@ class Promotion:
         """Stop waiting for a read past its deadline; its slots stay pinned until it really ends."""
         for node in operation.nodes:
             if not node.gone:
-                self._stack.primary.forget(node)
+                self._stack.primary.abandon(node)
             self._settled(node)
 
     def _settle_source(self, tier: SecondaryTier, below: Node, outcome: Outcome, corrupt: list[Node]) -> None:
@@ -143,10 +143,8 @@ class Promotion:
         elif outcome.status is Status.CORRUPT:
             corrupt.append(below)
         elif lost and below.pins:
-            self._stack.retire(
-                tier, below
-            )  # another read of it is under way: nothing may be written there yet
+            self._stack.retire(tier, below, Departure.GONE)  # another read of it is under way: keep its place
         elif lost:
-            tier.forget(below)
+            tier.forget(below, Departure.GONE)
         else:
             tier.blocks.offer(below)

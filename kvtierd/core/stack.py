@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
-from kvtierd.core.model import BlockId
+from kvtierd.core.model import BlockId, Departure
 from kvtierd.core.policies.lru import Lru
 from kvtierd.core.residency import Node, State, leaf_first
 from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier, TierSpec
@@ -71,8 +71,7 @@ class Stack:
         if slot is None and self.reclaim(space):
             slot = space.arena.take()
         if slot is None and (victim := space.blocks.victim()) is not None:
-            self.primary.counters["evictions"] += 1
-            self.primary.forget(victim)
+            self.primary.forget(victim, Departure.CAPACITY)
             slot = space.arena.take()
         return slot
 
@@ -83,7 +82,7 @@ class Stack:
             if space is wanting or space.sessions:
                 continue
             for node in leaf_first(node for node in space.blocks if not node.pins):
-                self.primary.forget(node)
+                self.primary.forget(node, Departure.DETACHED)
             returned += space.arena.shrink()
             if not space.arena.extents and not space.blocks.nodes:
                 del self.primary.spaces[namespace]
@@ -99,7 +98,9 @@ class Stack:
             node = self.primary.get(block_id) if self.primary.name in tiers else None
             if node is not None and node.state in (State.RESIDENT, State.LOADING):
                 count += node.state is State.RESIDENT
-                self.primary.forget(node)  # a promotion under way would bring the block back
+                self.primary.forget(
+                    node, Departure.CLEARED
+                )  # a promotion under way would bring the block back
         for tier in self.secondaries:
             if tier.name in tiers:
                 count += self._evict_secondary(tier, ids)
@@ -112,7 +113,9 @@ class Stack:
         if space is not None and self.primary.name in tiers:
             for node in leaf_first(space.blocks):
                 count += node.state is State.RESIDENT
-                self.primary.forget(node)  # stores and promotions under way carry old bytes too
+                self.primary.forget(
+                    node, Departure.CLEARED
+                )  # stores and promotions under way carry old bytes too
         for tier in self.secondaries:
             if tier.name in tiers:
                 nodes = leaf_first(node for node in tier.blocks if node.block.id.namespace == namespace)
@@ -136,23 +139,24 @@ class Stack:
                 tier.doomed.add(block_id)
             else:
                 victims.append(node)
-        self.delete(tier, victims)
+        self.delete(tier, victims, Departure.CLEARED)
         return len(victims)
 
-    def retire(self, tier: SecondaryTier, node: Node) -> None:
+    def retire(self, tier: SecondaryTier, node: Node, why: Departure) -> None:
         """Forget a visible block of a tier; its bytes count until :meth:`start_delete`'s work is done."""
-        tier.forget(node)
+        tier.forget(node, why)
         tier.deletes[node.block.id] = node.size
         tier.deleting += node.size
 
-    def delete(self, tier: SecondaryTier, nodes: Sequence[Node], *, corrupt: bool = False) -> None:
+    def delete(self, tier: SecondaryTier, nodes: Sequence[Node], why: Departure) -> None:
         """Forget visible blocks of a tier and have their storage deleted.
 
         A block that is being read is deleted when the read ends (the promotion sees to it).
         """
         for node in nodes:
-            self.retire(tier, node)
-        self.start_delete(tier, [node.block.id for node in nodes if not node.pins], corrupt=corrupt)
+            self.retire(tier, node, why)
+        unread = [node.block.id for node in nodes if not node.pins]
+        self.start_delete(tier, unread, corrupt=why is Departure.CORRUPT)
 
     def start_delete(self, tier: SecondaryTier, ids: Sequence[BlockId], *, corrupt: bool = False) -> None:
         """Hand a deletion to the tier's workers; the ids are already noted in ``tier.deletes``."""

@@ -5,18 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtierd.core.geometry import UNIT
+from kvtierd.core.model import Departure, SkipReason
 
 if TYPE_CHECKING:
     from kvtierd.core.ladder import Ladder
+    from kvtierd.core.stack import Stack
     from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier
+
+CASCADE_SKIPS = ("slow", "queue_full", "evicted", "no_room", "failed")
+"""Why a secondary did not get a block that was meant for it."""
+PROMOTION_REFUSALS = ("over_budget", "no_room")
+GIVEN_UP = ("jobs_revoked", "leases_revoked", "load_deadline", "promotions_unread")
+"""What ended without the word of its holder, or in vain."""
 
 
 def collect(ladder: Ladder) -> dict[str, Any]:
     """Return the figures; keys are stable names, sizes in bytes."""
     sessions = ladder.sessions
     stack = ladder.stack
+    counters = stack.primary.counters
     return {
-        "tiers": [_primary(stack.primary), *(_secondary(tier, stack.primary) for tier in stack.secondaries)],
+        "tiers": _tiers(stack),
+        "lookups": {name: counters[f"lookup_{name}"] for name in ("blocks", "misses", "unsettled")},
+        "promotions_refused": {why: counters[f"promotion_{why}"] for why in PROMOTION_REFUSALS},
+        "given_up": {name: counters[name] for name in GIVEN_UP},
         "layouts": [_space(namespace, space) for namespace, space in stack.primary.spaces.items()],
         "sessions": [
             {
@@ -38,6 +50,16 @@ def collect(ladder: Ladder) -> dict[str, Any]:
     }
 
 
+def _tiers(stack: Stack) -> list[dict[str, Any]]:
+    """Return each tier's figures; ``misses``: keys that lookups found neither there nor above."""
+    tiers = [_primary(stack.primary), *(_secondary(tier, stack.primary) for tier in stack.secondaries)]
+    left = stack.primary.counters["lookup_blocks"]
+    for tier in tiers:
+        left -= tier["hits"]
+        tier["misses"] = left
+    return tiers
+
+
 def _primary(tier: PrimaryTier) -> dict[str, Any]:
     held = (tier.extents.units - tier.extents.free_units) * UNIT
     blocks = sum(len(space.blocks) for space in tier.spaces.values())
@@ -51,16 +73,22 @@ def _primary(tier: PrimaryTier) -> dict[str, Any]:
         "capacity_bytes": tier.extents.units * UNIT,
         **_flow(tier, tier),
         "extent_bytes": held,
+        "skipped": {why.value: tier.counters[f"store_skipped_{why.value}"] for why in SkipReason},
         "counters": dict(tier.counters),
     }
 
 
-def _flow(tier: Tier, primary: PrimaryTier) -> dict[str, int]:
-    """Return what went in and out since the start, in blocks; a load counts for the tier that served it."""
+def _flow(tier: Tier, primary: PrimaryTier) -> dict[str, Any]:
+    """Return what went in and out since the start, in blocks; a load counts for the tier that served it.
+
+    ``hits``: keys that lookups found there; a promoted block counts for the tier that it came from, once.
+    """
     names = ("stored", "removed", "evictions")
     return {
         **{name: tier.counters[name] for name in names},
+        "hits": tier.counters["lookup_hits"],
         "loads": primary.counters[f"load_from_{tier.name}"],
+        "left": {why.value: tier.counters[f"left_{why.value}"] for why in Departure},
     }
 
 
@@ -81,6 +109,7 @@ def _secondary(tier: SecondaryTier, primary: PrimaryTier) -> dict[str, Any]:
         "reason": tier.gate.reason,
         "last_fault": tier.last_fault,
         "undeletable_bytes": tier.stuck_bytes,
+        "skipped": {why: tier.counters[f"cascade_dropped_{why}"] for why in CASCADE_SKIPS},
         "counters": dict(tier.counters),
     }
 

@@ -172,7 +172,7 @@ class Stores:
         for node in job.nodes.values():
             self._wishes.pop(node, None)
             if not node.gone and node.state is State.RESERVED:
-                self._stack.primary.forget(node)
+                self._stack.primary.abandon(node)
             self._stack.primary.unpin(node)
 
     def revoke(self, job: Job) -> None:
@@ -182,7 +182,7 @@ class Stores:
         for node in job.nodes.values():
             self._wishes.pop(node, None)
             if not node.gone:
-                self._stack.primary.forget(node)
+                self._stack.primary.abandon(node)
         self._custody.quarantine(job.number, job.session, job.engine, list(job.nodes.values()))
 
     def _refuse(self, session: Session, request: int, code: ErrorCode, message: str) -> None:

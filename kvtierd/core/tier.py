@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 from kvtierd.core.gate import Gate
 from kvtierd.core.geometry import Geometry
-from kvtierd.core.model import Block, BlockId, EventKind, Layout, Locality, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, Departure, EventKind, Layout, Locality, Medium, TierEvent
 from kvtierd.core.policies.base import Policy
 from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.slots import Arena, ExtentMap
 
 UNWELCOME_LIMIT = 1 << 16
+
+_LEFT = {why: f"left_{why.value}" for why in Departure}
+_EVICTED = frozenset({Departure.CAPACITY, Departure.CROWDED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,12 @@ class Tier:
         self.counters[kind.value] += 1
         if self.spec.events:
             self._queue.append(TierEvent(kind, self.name, self.spec.medium, self.spec.locality, block))
+
+    def count(self, why: Departure) -> None:
+        """Count a visible block that leaves."""
+        self.counters[_LEFT[why]] += 1
+        if why in _EVICTED:
+            self.counters["evictions"] += 1
 
     def take_events(self) -> list[TierEvent]:
         """Return and empty the queue, oldest first."""
@@ -126,11 +135,16 @@ class PrimaryTier(Tier):
         """Take a pin away, wherever the node lives."""
         self.space_of(node).unpin(node)
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: Node, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""
         self.space_of(node).drop(node)
         if node.state is State.RESIDENT:
+            self.count(why)
             self.announce(EventKind.REMOVED, node.block)
+
+    def abandon(self, node: Node) -> None:
+        """Take a block away that nobody can see yet."""
+        self.space_of(node).drop(node)
 
     def publish(self, node: Node) -> None:
         """Make a reserved or loading block visible and announce it."""
@@ -255,8 +269,9 @@ class SecondaryTier(Tier):
         self.used_at(node.block.id, now)
         self.announce(EventKind.STORED, node.block)
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: Node, why: Departure) -> None:
         """Take a visible block out and announce that, unless nobody was told of it yet."""
+        self.count(why)
         self.blocks.remove(node)
         self.used -= node.size
         self.ages.pop(node.block.id, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kvtierd.core.model import BlockId, EventKind
+from kvtierd.core.model import BlockId, Departure, EventKind
 from kvtierd.core.residency import Node, State, root_first
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
@@ -36,12 +36,11 @@ class Upkeep:
         self.trim(tier, capacity - ahead - held)
         return tier.used + held + size <= capacity
 
-    def trim(self, tier: SecondaryTier, limit: int) -> None:
+    def trim(self, tier: SecondaryTier, limit: int, why: Departure = Departure.CAPACITY) -> None:
         """Evict leaves until at most ``limit`` bytes are resident or no leaf is left."""
         victims: list[BlockId] = []
         while tier.used > limit and (victim := tier.blocks.victim()) is not None:
-            self._stack.retire(tier, victim)
-            tier.counters["evictions"] += 1
+            self._stack.retire(tier, victim, why)
             victims.append(victim.block.id)
         self._stack.start_delete(tier, victims)
 
@@ -97,7 +96,7 @@ class Upkeep:
         refused = sum(outcome.status is Status.FULL for outcome in outcomes)
         if refused and len(tier.blocks):
             average = max(1, tier.used // len(tier.blocks))
-            self.trim(tier, max(0, tier.used - 2 * refused * average))
+            self.trim(tier, max(0, tier.used - 2 * refused * average), Departure.CROWDED)
 
     def tick(self, tier: SecondaryTier) -> None:
         """Expire what was not used for the tier's ttl; try again to delete what could not be deleted."""
@@ -123,8 +122,7 @@ class Upkeep:
         for block_id in list(itertools.islice(reversed(tier.overdue), EXPIRY_BATCH)):
             node = tier.blocks.nodes[block_id]  # the younger of a chain, its leaves, come first
             if tier.blocks.evictable(node):
-                self._stack.retire(tier, node)
-                tier.counters["expired"] += 1
+                self._stack.retire(tier, node, Departure.TTL)
                 victims.append(block_id)
             else:
                 tier.overdue.move_to_end(block_id, last=False)  # the next look is at others

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ from kvtierd.core.effects import Attached, ErrorCode, Refused, Reply
 from kvtierd.core.inventory import Survey
 from kvtierd.core.stimuli import Asked, Attach, LadderRequest, SessionClosed
 from kvtierd.edges.peers import peer_of
+from kvtierd.edges.request_figures import Unanswered
 from kvtierd.errors import RemoteProtocolError
 from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
 from kvtierd.wire.session import ServerConnection, State
@@ -46,7 +48,9 @@ class EngineConnection(asyncio.Protocol):
         self._raw: socket.socket | None = None
         self._process = b""
         """Of the attach that was asked for last; the wire lets only one wait."""
-        self._outstanding = 0
+        self.outstanding = 0
+        """Requests that wait for a turn's answer."""
+        self._asked = Unanswered(server.requests)
         self._survey: Survey | None = None
         self._loop = asyncio.get_running_loop()
         self._began: float | None = self._loop.time()
@@ -131,7 +135,9 @@ class EngineConnection(asyncio.Protocol):
             return False
         self._flush()
         asked: list[Asked | SessionClosed] = []
+        now = time.monotonic()
         for request in requests:
+            self._asked.asked(request, now)
             left = self._answer(request)
             if left is not None:
                 asked.append(Asked(self.number, left))
@@ -155,7 +161,7 @@ class EngineConnection(asyncio.Protocol):
         else:
             if isinstance(request, Attach):
                 self._process = request.process
-            self._outstanding += 1
+            self.outstanding += 1
             return request
         return None
 
@@ -214,9 +220,9 @@ class EngineConnection(asyncio.Protocol):
                 server.counters["busy"] += 1
                 message = f"{server.liveness.pipes} descriptors of living processes are watched already"
                 return Refused(id=request.id, code=ErrorCode.BUSY, message=message)
-        if self._outstanding >= server.limits.max_requests:
+        if self.outstanding >= server.limits.max_requests:
             server.counters["busy"] += 1
-            message = f"{self._outstanding} requests are unanswered (engine.max_requests)"
+            message = f"{self.outstanding} requests are unanswered (engine.max_requests)"
             return Refused(id=request.id, code=ErrorCode.BUSY, message=message)
         return None
 
@@ -243,14 +249,16 @@ class EngineConnection(asyncio.Protocol):
 
     def deliver(self, replies: Sequence[Reply]) -> None:
         """Send the ladder's replies and notices."""
-        self._outstanding -= sum(reply.id != 0 for reply in replies)
+        self.outstanding -= sum(reply.id != 0 for reply in replies)
         self._send(replies)
         self._account()
         if self._wire.closed:
             self.close()
 
     def _send(self, replies: Sequence[Reply]) -> None:
+        now = time.monotonic()
         for reply in replies:
+            self._asked.answered(reply, now)
             if isinstance(reply, Attached):
                 self._send_attached(reply)
             else:

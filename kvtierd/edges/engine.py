@@ -22,6 +22,7 @@ from kvtierd.core.stimuli import Asked, SessionClosed
 from kvtierd.edges.connection import EngineConnection
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.peers import Allowed
+from kvtierd.edges.request_figures import RequestFigures
 from kvtierd.edges.unix_socket import Permissions, inode_of, listen, remove_own
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class EngineServer:
         self.buffered = 0
         """Bytes that connections hold: half sent requests and unread answers."""
         self.counters = dict.fromkeys(COUNTERS, 0)
+        self.requests = RequestFigures()
         self._numbers = iter(numbers if numbers is not None else itertools.count(1))
         self._server: asyncio.Server | None = None
         self._inode: tuple[int, int] | None = None
@@ -145,6 +147,8 @@ class EngineServer:
             "connections": len(self.connections),
             "buffered_bytes": self.buffered,
             "in_line": len(self._line),
+            "unanswered": sum(connection.outstanding for connection in self.connections.values()),
+            "requests": self.requests.as_dict(),
             "liveness_pipes": 0 if self.liveness is None else self.liveness.pipes,
         }
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvtierd.core.effects import Delete, Probe, Read, Write
 from kvtierd.core.model import BlockId
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
+from kvtierd.edges.histogram import Histogram
 
 Work = Write | Read | Delete | Probe
 Kind = Literal["write", "read", "delete", "probe"]
@@ -27,6 +28,11 @@ def ids_of(effect: Work) -> list[BlockId]:
     if isinstance(effect, (Delete, Probe)):
         return list(effect.ids)
     return [at.block.id for at in effect.blocks]
+
+
+def _payload(effect: Work) -> int:
+    """Return the bytes that an effect moves."""
+    return 0 if isinstance(effect, Delete | Probe) else sum(at.block.payload_bytes for at in effect.blocks)
 
 
 def failed(ids: Sequence[BlockId], reason: str) -> list[Outcome]:
@@ -105,11 +111,14 @@ class Figures:
     names: tuple[str, ...]
     in_flight: int = 0
     in_flight_blocks: int = 0
+    in_flight_bytes: int = 0
     bytes: int = 0
     seconds: float = 0.0
     refused: int = 0
     errors: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    durations: Histogram = field(default_factory=Histogram)
+    """Of operations, from the start of the first job to the end of the last."""
 
     @classmethod
     def of(cls, kind: Kind) -> Figures:
@@ -117,13 +126,22 @@ class Figures:
         probe = ("found", "absent", "unknown")
         return cls(probe if kind == "probe" else tuple(status.value for status in Status))
 
+    def begin(self, operation: Operation) -> None:
+        """Count an operation's beginning."""
+        self.in_flight += 1
+        self.in_flight_blocks += len(operation.ids)
+        self.in_flight_bytes += _payload(operation.effect)
+
     def take(self, operation: Operation) -> None:
         """Count an operation's end."""
+        effect = operation.effect
         self.in_flight -= 1
         self.in_flight_blocks -= len(operation.ids)
-        effect = operation.effect
+        self.in_flight_bytes -= _payload(effect)
+        if operation.began is not None:
+            self.durations.note(operation.seconds)
         if isinstance(effect, Probe):
-            found = 0 if operation.unknown else len(operation.found)
+            found = 0 if operation.unknown else len({found.block.id for found in operation.found})
             self.outcomes["found"] += found
             self.outcomes["unknown" if operation.unknown else "absent"] += len(operation.ids) - found
             return
@@ -141,6 +159,7 @@ class Figures:
         return {
             "in_flight": self.in_flight,
             "in_flight_blocks": self.in_flight_blocks,
+            "in_flight_bytes": self.in_flight_bytes,
             "bytes": self.bytes,
             "seconds": self.seconds,
             "refused": self.refused,

@@ -23,6 +23,7 @@ from kvtierd.core.effects import Delete, Probe, Read
 from kvtierd.core.model import Layout
 from kvtierd.core.stimuli import Finished, Found, Outcome, Probed
 from kvtierd.edges.backends.base import Backend, Probing, Transfer
+from kvtierd.edges.histogram import Histogram
 from kvtierd.edges.mover_describe import Describer
 from kvtierd.edges.mover_scan import Scan
 from kvtierd.edges.mover_threads import Threads
@@ -107,8 +108,7 @@ class Mover:
         starts = range(0, len(ids), size)
         operation = Operation(effect, ids, [None] * len(ids), len(starts))
         self._operations[effect.op] = operation
-        figures.in_flight += 1
-        figures.in_flight_blocks += len(ids)
+        figures.begin(operation)
         now = self._clock()
         threads.put([Chunk(operation, start, min(start + size, len(ids)), now) for start in starts])
         self._arm(now)
@@ -151,6 +151,11 @@ class Mover:
         """Have a namespace described, best effort, in a thread that cannot keep the process alive."""
         if not self._closing:
             self._describer.describe(namespace, layout)
+
+    @property
+    def durations(self) -> dict[Kind, Histogram]:
+        """How long operations took, by kind."""
+        return {kind: of.durations for kind, of in self._figures.items()}
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: per kind of operation, of the scan, and of stalls (``now``: stuck threads)."""

@@ -72,6 +72,14 @@ class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
 ClientMessage = Hello | StatusRequest | SurveyRequest | stimuli.LadderRequest
 ServerMessage = Welcome | StatusReport | SurveyPage | effects.LadderReply
 
+
+def verb_of(message: type[Request]) -> str:
+    """Return the name of a request in metrics and logs: its tag on the wire."""
+    tag = message.__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag
+
+
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
 _server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)

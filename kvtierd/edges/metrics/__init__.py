@@ -1,0 +1,1 @@
+"""Prometheus metrics: declared as data, read from the daemon's figures when somebody scrapes."""

@@ -1,0 +1,74 @@
+"""What people see of a daemon: health for probes, status for everybody, figures for metrics."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvtierd import __version__
+from kvtierd.edges.histogram import Histogram
+from kvtierd.edges.metrics.family import Figures
+from kvtierd.edges.metrics.plan import make_plan
+
+if TYPE_CHECKING:
+    from kvtierd.daemon import Daemon
+
+
+class Report:
+    """Reads a daemon's rooms, those that exist by now; changes nothing."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._plan = make_plan(daemon.tier_file)
+
+    def health(self) -> dict[str, Any]:
+        """Return what probes need: the state, the age in seconds of the last turn, and tiers in trouble."""
+        daemon = self._daemon
+        tiers = () if daemon._ladder is None else daemon._ladder.stack.secondaries
+        degraded = [tier.name for tier in tiers if tier.gate.condition != "ok"]
+        return {"state": daemon.state, "turn_age_seconds": daemon.pulse.turn_age, "degraded": degraded}
+
+    def status(self) -> dict[str, Any]:
+        """Return the whole status as plain values."""
+        daemon = self._daemon
+        body: dict[str, Any] = {
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_seconds": time.monotonic() - daemon.pulse.started,
+            "turns": sum(daemon.pulse.turns.counts),
+            **self.health(),
+        }
+        if daemon._pool is not None:
+            body["pool"] = {
+                "pool_id": daemon._pool.pool_id,
+                "bytes": daemon._pool.bytes,
+                "prefaulted_bytes": daemon._pool.prefaulted_bytes,
+                **daemon._pool.achieved,
+            }
+        if daemon._ladder is not None:
+            body.update(daemon._ladder.statistics())
+        if daemon._hub is not None:
+            journal = {} if daemon._announcer is None else daemon._announcer.statistics()
+            relay = {} if daemon._merged is None else daemon._merged.statistics()
+            body["events"] = {**daemon._hub.statistics(), "journal": journal, "relay": relay}
+        body["movers"] = {name: mover.statistics() for name, mover in daemon._movers.items()}
+        for name, server in (("engine", daemon._engine), ("control", daemon._control)):
+            if server is not None:
+                body[name] = server.statistics()
+        return body
+
+    def figures(self) -> Figures:
+        """Return the status and what only metrics show."""
+        daemon = self._daemon
+        histograms: dict[tuple[str, ...], Histogram] = {
+            ("turn",): daemon.pulse.turns,
+            ("lag",): daemon.pulse.lag,
+        }
+        for name, mover in daemon._movers.items():
+            histograms |= {("operation", name, kind): took for kind, took in mover.durations.items()}
+        if daemon._engine is not None:
+            histograms |= {
+                ("request", verb): took for verb, took in daemon._engine.requests.durations.items()
+            }
+        return Figures(self.status(), self._plan, histograms)

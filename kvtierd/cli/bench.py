@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvtierd.cli.bench_events import add_events
 from kvtierd.cli.demo import count
 
 
@@ -24,6 +25,7 @@ def add_parser(subparsers: Any) -> None:
     rpc.add_argument("--seconds", type=float, default=3.0, help="total time (default: 3)")
     rpc.add_argument("--json", action="store_true", help="print one JSON object")
     _add_tiers(benches)
+    add_events(benches)
     parser.set_defaults(run=run)
 
 
@@ -61,6 +63,8 @@ def size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen measurement and print it."""
+    if args.bench == "events":
+        return int(args.run_bench(args))
     return _run_tiers(args) if args.bench == "tiers" else _run_rpc(args)
 
 

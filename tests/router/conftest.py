@@ -74,11 +74,15 @@ class DynamoIndexer:
 
     def query(self, tokens: Sequence[int], *, instance: int = 1) -> tuple[int, int]:
         """Return the tokens that it believes cached in (CPU or above, disk or above); (0, 0) if unknown."""
+        return self.tiers(tokens, instance=instance)[1:]
+
+    def tiers(self, tokens: Sequence[int], *, instance: int = 1) -> tuple[int, int, int]:
+        """Return the tokens that it believes cached in (GPU, CPU or above, disk or above)."""
         status, answer = self._ask("POST", "/query", {"token_ids": list(tokens), "model_name": self.model})
         if status != 200:
-            return 0, 0
+            return 0, 0, 0
         found = json.loads(answer).get("instances", {}).get(str(instance), {})
-        return found.get("cpu", 0), found.get("disk", 0)
+        return found.get("gpu", 0), found.get("cpu", 0), found.get("disk", 0)
 
     def get(self, path: str) -> Any:
         """Return a JSON page of it, such as ``/dump`` or ``/workers``."""
@@ -225,6 +229,8 @@ class Pod:
             changes={"events": {"heartbeat": "1s", **events}} if events else None,
         )
         self.ends: dict[str, dict[str, str]] = {}
+        self.on_device: set[BlockKey] = set()
+        """What the engine has itself, for :meth:`truth`; a test's fake engine says so."""
         self._stack = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -248,6 +254,11 @@ class Pod:
         """Detach and stop the daemon; returns its exit code."""
         self._stack.close()
         return self.daemon.stop()
+
+    def kill(self) -> None:
+        """End the daemon as a crash does."""
+        self.daemon.kill()
+        self._stack.close()
 
     def chain(self, seed: int, blocks: int) -> Chain:
         """Make a prompt of whole blocks."""
@@ -282,11 +293,16 @@ class Pod:
 
     def truth(self, made: Chain) -> tuple[int, int]:
         """Return the prompt's tokens in CPU, and those extended by disk, by the daemon's own inventory."""
-        in_cpu, on_disk = self.resident("cpu"), self.resident("disk")
-        names = [block.key for block in made.blocks]
-        cpu = next((i for i, key in enumerate(names) if key not in in_cpu), len(names))
-        disk = next((i for i in range(cpu, len(names)) if names[i] not in on_disk), len(names))
-        return cpu * self.tokens, disk * self.tokens
+        return self.whole_truth(made)[1:]
+
+    def whole_truth(self, made: Chain) -> tuple[int, int, int]:
+        """Return the prompt's tokens on the GPU, those extended by CPU, and those extended by disk."""
+        ends, end = [], 0
+        for held in (self.on_device, self.resident("cpu"), self.resident("disk")):
+            while end < len(made.blocks) and made.blocks[end].key in held:
+                end += 1
+            ends.append(end * self.tokens)
+        return ends[0], ends[1], ends[2]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """vLLM's router, fed by a real daemon, credits what the daemon's inventory says; alone and beside Dynamo.
 
-It credits a prefix by its slowest tier: 0.8 a token while all of it is in CPU, 0.3 once blocks on disk
-extend it.
+It credits 1 a token on the GPU, and what extends that by its slowest tier: 0.8 while all of it is in CPU, 0.3
+once blocks on disk are part of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from kvtierd.testing.clock import wait_for
+from kvtierd.testing.fake_publisher import FakePublisher
 from kvtierd.testing.local_daemon import free_port
+from kvtierd.testing.lossy_proxy import LossyProxy
+from kvtierd.wire.kvevents import BlockRemoved, BlockStored
 
 pytestmark = [pytest.mark.router, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -33,23 +36,34 @@ def free_pair() -> int:
             return port
 
 
-def credit(cpu: int, disk: int) -> int:
-    return int(disk * 0.3) if disk > cpu else int(cpu * 0.8)
+def credit(made: Any, gpu: int, cpu: int, disk: int) -> int:
+    """Return what it credits of a prompt; of a whole one, the last block has to be computed again."""
+    credited = gpu + int((disk - gpu) * 0.3 if disk > cpu else (cpu - gpu) * 0.8)
+    return credited if credited < len(made.tokens) else len(made.tokens) - 16
 
 
 def credits_truth(router: Any, pod: Any, *chains: Any) -> None:
     """Wait until the router credits every prompt as the daemon's inventory has it."""
     for made in chains:
-        expected = credit(*pod.truth(made))
-        wait_for(lambda: router.credited(made.tokens) == expected, f"the router to credit {expected}")  # noqa: B023
+        expected = credit(made, *pod.whole_truth(made))
+        seen: list[int] = []
+
+        def right(tokens: Any = made.tokens, expected: int = expected, seen: list[int] = seen) -> bool:
+            seen[:] = [router.credited(tokens)]
+            return seen == [expected]
+
+        try:
+            wait_for(right, "the router")
+        except TimeoutError:
+            raise AssertionError(f"the router credits {seen[0]}, not {expected}") from None
 
 
 def agree(pod: Any, indexers: list[Any], routers: list[Any], *chains: Any) -> None:
     """Wait until everybody believes what the daemon's inventory says of every prompt."""
     for made in chains:
-        expected = pod.truth(made)
+        expected = pod.whole_truth(made)
         for indexer in indexers:
-            wait_for(lambda: indexer.query(made.tokens) == expected, f"Dynamo to answer {expected}")  # noqa: B023
+            wait_for(lambda: indexer.tiers(made.tokens) == expected, f"Dynamo to answer {expected}")  # noqa: B023
     for router in routers:
         credits_truth(router, pod, *chains)
 
@@ -100,6 +114,93 @@ def test_both_routers_follow_one_daemon_through_its_whole_life(
     agree(pod, list(indexers), list(routers), first, second, *more)
     events = pod.daemon_status()["events"]
     assert not any(one["unmatched_removals"] for one in events["audiences"].values())
+
+
+def on_device(block: Any) -> BlockStored:
+    """An engine's own event."""
+    meta = block.meta
+    return BlockStored(
+        meta.hashes, meta.parent, meta.token_ids, meta.block_size, None, "GPU", None, group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )  # fmt: skip
+
+
+def test_both_routers_follow_losses_kills_and_the_engines_restart(
+    make_pod: Callable[..., Any], start_indexer: Callable[[], Any], start_vllm_router: Callable[..., Any]
+) -> None:
+    """L18, L24, L31: through proxies that lose and repeat what they are told to; the replays go direct."""
+    relay = {key: f"tcp://127.0.0.1:{free_port()}" for key in ("connect", "replay")}
+    pod = make_pod(
+        audiences=[audience("dynamo", "dynamo"), audience("vllm", "vllm-router")],
+        ring_batches=20,
+        relay=[relay],
+    )
+    with contextlib.ExitStack() as stack:
+        proxies = {name: stack.enter_context(LossyProxy(end["bind"])) for name, end in pod.ends.items()}
+
+        def another() -> tuple[Any, Any]:
+            ends = {name: {**end, "bind": proxies[name].endpoint} for name, end in pod.ends.items()}
+            indexer = start_indexer()
+            dynamo = ends["dynamo"]
+            indexer.register(dynamo["bind"], dynamo["replay"], block_size=pod.tokens)
+            return indexer, start_vllm_router(ends["vllm"])
+
+        engine = stack.enter_context(FakePublisher(**relay_ends(relay)))
+        first, second, third = (pod.chain(seed, 6) for seed in range(3))
+        chains = [first, second, third]
+        readers = [another()]
+
+        def check() -> None:
+            agree(pod, [one for one, _ in readers], [one for _, one in readers], *chains)
+
+        pod.store(first.blocks)
+        check()
+
+        for proxy in proxies.values():
+            proxy.lose(1)
+        pod.store(second.blocks)
+        wait_for(lambda: all(proxy.lost == 1 for proxy in proxies.values()), "a message to be lost")
+        check()
+        for proxy in proxies.values():
+            proxy.repeat(3)
+        pod.load(first.blocks)
+        check()
+
+        engine.publish(*map(on_device, third.blocks))  # only on the GPU
+        pod.on_device = {block.key for block in third.blocks}
+        check()
+        engine.publish(BlockRemoved(third.blocks[5].meta.hashes, "GPU", 0))
+        pod.on_device.discard(third.blocks[5].key)
+        check()
+
+        for proxy in proxies.values():
+            proxy.lose(1)  # of what is told after the kill, too
+        pod.kill()
+        pod.start()
+        assert pod.truth(first)[0] == 0
+        check()
+
+        for seed in range(3, 9):  # more batches than the ring has
+            chains.append(pod.chain(seed, 3))
+            pod.store(chains[-1].blocks)
+        readers.append(another())
+        check()
+
+        engine.close()
+        engine = stack.enter_context(FakePublisher(**relay_ends(relay)))
+        pod.on_device = set()
+        check()
+        engine.publish(*map(on_device, first.blocks[:2]))
+        pod.on_device = {block.key for block in first.blocks[:2]}
+        check()
+        for proxy in proxies.values():
+            assert proxy.lost == 2
+        assert pod.daemon_status()["events"]["relay"]["engines"][0]["restarts"] <= 1
+
+
+def relay_ends(relay: dict[str, str]) -> dict[str, str]:
+    """Where the engine publishes what the relay connects to."""
+    return {"endpoint": relay["connect"], "replay": relay["replay"]}
 
 
 def test_blocks_stored_before_their_parents_count_when_the_parents_come(

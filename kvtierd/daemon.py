@@ -35,6 +35,7 @@ from kvtierd.edges.opening import Openings
 from kvtierd.edges.pool import Pool
 from kvtierd.edges.pulse import Pulse
 from kvtierd.edges.unix_socket import lock_folder, make_folder, unlock_folder
+from kvtierd.edges.watch import BEAT_SECONDS, Watch
 from kvtierd.errors import InvariantBroken, PoolError
 from kvtierd.report import Report
 
@@ -58,6 +59,7 @@ class Daemon:
         self._failure: BaseException | None = None
         self.pulse = Pulse()
         self._stuck = False
+        self.watch = Watch(self.report.ages)
         self._deadline: tuple[float, asyncio.TimerHandle] | None = None
         self._pool: Pool | None = None
         self._ladder: Ladder | None = None
@@ -83,6 +85,7 @@ class Daemon:
         self._loop.set_default_executor(DaemonThreads())
         make_folder("runtime_dir", self.tier_file.runtime_dir)
         self._lock = lock_folder(self.tier_file.runtime_dir)
+        self._beat()
         try:
             if await self._came_up():
                 await self._stop.wait()
@@ -126,6 +129,7 @@ class Daemon:
             routes = {"/metrics": metrics_route(self.report.figures)}
             self._admin = AdminServer(config.admin.listen, self.report.health, self.report.status, routes)
             await self._admin.start()
+        self.watch.start(self._admin.fileno() if self._admin is not None else None)
         backends = assembly.make_backends(config)
         self._openings = openings = assembly.make_openings(config, backends, self._loop)
         openings.start()
@@ -282,6 +286,10 @@ class Daemon:
         if self._hub is not None and self._ladder is not None:
             self._hub.set_ranks(self._ladder.sessions.dp_ranks())
 
+    def _beat(self) -> None:
+        self.watch.beat()
+        self._loop.call_later(BEAT_SECONDS, self._beat)
+
     def _arm(self, deadline: float | None) -> None:
         """Tick exactly when a waiting load is due."""
         if deadline is None or (self._deadline is not None and self._deadline[0] <= deadline):
@@ -351,6 +359,7 @@ class Daemon:
             await self._turned.wait()
 
     def _close(self) -> None:
+        self.watch.stop()
         if self._liveness is not None:
             self._liveness.close()
         if self._openings is not None:

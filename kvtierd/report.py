@@ -10,6 +10,7 @@ from kvtierd import __version__
 from kvtierd.edges.histogram import Histogram
 from kvtierd.edges.metrics.family import Figures
 from kvtierd.edges.metrics.plan import make_plan
+from kvtierd.edges.watch import HANGS_AFTER
 
 if TYPE_CHECKING:
     from kvtierd.daemon import Daemon
@@ -23,11 +24,29 @@ class Report:
         self._plan = make_plan(daemon.tier_file)
 
     def health(self) -> dict[str, Any]:
-        """Return what probes need: the state, the age in seconds of the last turn, and tiers in trouble."""
+        """Return what probes need: the state, whether engines are served, ages, and what is in trouble.
+
+        What hangs behind the pool (a tier, the stream) is shown and leaves it ready: engines are served.
+        """
         daemon = self._daemon
         tiers = () if daemon._ladder is None else daemon._ladder.stack.secondaries
         degraded = [tier.name for tier in tiers if tier.gate.condition != "ok"]
-        return {"state": daemon.state, "turn_age_seconds": daemon.pulse.turn_age, "degraded": degraded}
+        return {
+            "state": daemon.state,
+            "ready": daemon.state == "ready" and daemon.watch.loop_age < HANGS_AFTER,
+            "turn_age_seconds": daemon.pulse.turn_age,
+            "loop_age_seconds": daemon.watch.loop_age,
+            "degraded": degraded,
+            "hanging": daemon.watch.hanging(),
+        }
+
+    def ages(self) -> dict[str, float]:
+        """Return for how many seconds what is under way outside the loop has been, by name."""
+        daemon = self._daemon
+        ages = {f"tier {name}": mover.oldest() for name, mover in daemon._movers.items()}
+        if daemon._hub is not None:
+            ages["events"] = daemon._hub.overdue
+        return ages
 
     def status(self) -> dict[str, Any]:
         """Return the whole status as plain values."""
@@ -38,6 +57,7 @@ class Report:
             "uptime_seconds": time.monotonic() - daemon.pulse.started,
             "turns": sum(daemon.pulse.turns.counts),
             **self.health(),
+            "watch": daemon.watch.report(),
         }
         if daemon._pool is not None:
             body["pool"] = {

@@ -79,8 +79,8 @@ class AdminServer:
         self._address = parse_listen(address)
         self._health = health
         self._routes: dict[str, Route] = {
-            "/startupz": lambda _: self._probe(lambda state: state != "starting"),
-            "/readyz": lambda _: self._probe(lambda state: state == "ready"),
+            "/startupz": lambda _: self._probe(lambda health: health["state"] != "starting"),
+            "/readyz": lambda _: self._probe(lambda health: bool(health["ready"])),
             "/livez": lambda _: self._alive(),
             "/statusz": lambda _: as_json(200, status()),
             **(routes or {}),
@@ -103,6 +103,11 @@ class AdminServer:
             where = f"{self._address.host}:{self._address.port}"
             raise cannot_bind("admin.listen", where, error) from error
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def fileno(self) -> int:
+        """Return the descriptor of the listening socket."""
+        assert self._server is not None
+        return self._server.sockets[0].fileno()
 
     async def close(self) -> None:
         """Stop listening."""
@@ -160,9 +165,9 @@ class AdminServer:
         self._failing.discard(path)
         return answer
 
-    def _probe(self, passes: Callable[[str], bool]) -> Answer:
+    def _probe(self, passes: Callable[[dict[str, Any]], bool]) -> Answer:
         health = self._health()
-        return as_json(200 if passes(health["state"]) else 503, health)
+        return as_json(200 if passes(health) else 503, health)
 
     def _alive(self) -> Answer:
         health = self._health()

@@ -162,6 +162,11 @@ class EventHub:
         refused = self._door.refused if self._door is not None else 0
         return {**first, "after_close": self._after_close, "curve_refused": refused, "audiences": audiences}
 
+    @property
+    def overdue(self) -> float:
+        """Seconds since a batch should have left, of the stream that is latest."""
+        return max((publisher.overdue for publisher in self._publishers), default=0.0)
+
     def bound_endpoints(self) -> dict[str, str]:
         """Return the first audience's endpoints by key, with the real port where 0 was asked."""
         return next((dict(outlet.endpoints) for _, outlet in self._outlets()), {})

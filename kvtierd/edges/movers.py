@@ -157,10 +157,17 @@ class Mover:
         """How long operations took, by kind."""
         return {kind: of.durations for kind, of in self._figures.items()}
 
+    def oldest(self) -> float:
+        """Return for how many seconds the oldest job has been running; 0 when none is."""
+        jobs = (*self._readers.running(), *self._writers.running())
+        began = [chunk.began for chunk in jobs if chunk.began is not None]
+        return max(0.0, self._clock() - min(began)) if began else 0.0
+
     def statistics(self) -> dict[str, Any]:
         """Return counters: per kind of operation, of the scan, and of stalls (``now``: stuck threads)."""
         figures: dict[str, Any] = {kind: of.as_dict() for kind, of in self._figures.items()}
         return figures | {
+            "oldest_seconds": self.oldest(),
             "scan": None if self._scan is None else self._scan.statistics(),
             "stalls": {
                 "now": len(self._readers.stuck) + len(self._writers.stuck),

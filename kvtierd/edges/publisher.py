@@ -129,6 +129,14 @@ class Publisher:
             self._wanted = ranks
             self._sweep_on()
 
+    @property
+    def overdue(self) -> float:
+        """Seconds since a batch should have left, be it a heartbeat; 0 when none is due."""
+        heartbeat = self.plan.heartbeat
+        if self._loop is None or not self._open or heartbeat <= 0:
+            return 0.0
+        return max(0.0, self._loop.time() - self._sent_at - heartbeat)
+
     def statistics(self) -> dict[str, Any]:
         """Return counters since the start and present sizes, by name (plain values)."""
         log = self._log.statistics()

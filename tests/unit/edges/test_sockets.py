@@ -105,7 +105,9 @@ async def ask(port, request):
 def test_probes_tell_the_state(state, age, codes):
     async def scene():
         admin = AdminServer(
-            "127.0.0.1:0", lambda: {"state": state, "turn_age_seconds": age}, lambda: {"version": "x"}
+            "127.0.0.1:0",
+            lambda: {"state": state, "turn_age_seconds": age, "ready": state == "ready"},
+            lambda: {"version": "x"},
         )
         await admin.start()
         got = {}

@@ -65,12 +65,18 @@ class Attached(Reply, frozen=True, kw_only=True, tag="attached"):
 
 
 class LookedUp(Reply, frozen=True, kw_only=True, tag="looked_up"):
-    """``prefix``: how many leading keys are not MISS. ``lease`` covers the first ``leased`` keys."""
+    """``prefix``: how many leading keys are not MISS.
+
+    ``lease`` covers the first ``leased`` keys, or all HITs (``leased`` of them) where asked ``everywhere``.
+    ``sources`` names for each key of the prefix the tier that it is being promoted from ("": none); it is
+    empty where nothing is.
+    """
 
     states: tuple[KeyState, ...]
     prefix: int
     lease: int | None = None
     leased: int = 0
+    sources: tuple[str, ...] = ()
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True):

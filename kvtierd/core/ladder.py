@@ -246,15 +246,7 @@ class Ladder:
         return space
 
     def _touch(self, session: Session, request: stimuli.Touch) -> None:
-        count = 0
-        blocks = self.stack.primary.spaces[session.namespace].blocks
-        for block_id in block_ids(session.namespace, reversed(request.keys)):
-            node = blocks.nodes.get(block_id)
-            if node is not None:
-                blocks.touch(node)
-                count += 1
-            for tier in self.stack.secondaries:
-                count += tier.touch(block_id, self.stack.now)
+        count = self.stack.touch(block_ids(session.namespace, request.keys))
         self.stack.answer(session.number, Done(id=request.id, count=count))
 
     def _evict(self, session: Session, request: stimuli.Evict) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
-from kvtierd.core.model import BlockId, KeyState, block_ids
+from kvtierd.core.model import BlockId, KeyState, Scope, block_ids
 from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion
 from kvtierd.core.residency import Node, State
@@ -56,36 +56,65 @@ class Loads:
         """Answer the state of each key; promote and lease the leading ones where asked."""
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
+        scope = self._sources(request.scope)
         cold: list[str] = []
         fresh: list[Node] = []
-        states = self._states(space, ids, cold, fresh)
+        states = self._states(space, ids, scope, cold, fresh)
+        if request.touch:
+            self._stack.touch(ids)
         if request.promote and self.probing:
-            self._probe(ids, states)
+            self._probe(ids, states, scope)
         prefix = _until(states, MISS)
+        sources: list[str] = []
         if request.promote:
-            self._promote(space, ids[:prefix], states)
-        lease, leased = None, 0
-        if request.lease is not None and (leased := _leading(state is HIT for state in states)):
-            nodes = [space.blocks.nodes[block_id] for block_id in ids[:leased]]
+            self._promote(space, ids, prefix, states, scope)
+            if PENDING in states:
+                sources = [_source(space.blocks.nodes.get(block_id)) for block_id in ids[:prefix]]
+        lease, nodes = None, self._held(space, ids, states, request) if request.lease is not None else []
+        if request.lease is not None and nodes:
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
             for node in nodes:
                 self.promotion.claim(node)
         self._count(states, cold, fresh)
         self._stack.answer(
             session.number,
-            LookedUp(id=request.id, states=tuple(states), prefix=prefix, lease=lease, leased=leased),
+            LookedUp(
+                id=request.id,
+                states=tuple(states),
+                prefix=prefix,
+                lease=lease,
+                leased=len(nodes),
+                sources=tuple(sources),
+            ),
         )
+
+    def _sources(self, scope: Scope | None) -> tuple[str, ...] | None:
+        return select(scope.load_from if scope is not None else None, self._stack.secondaries)
+
+    @staticmethod
+    def _held(
+        space: PoolSpace, ids: Sequence[BlockId], states: list[KeyState], request: Lookup
+    ) -> list[Node]:
+        """Return the HITs that the lookup's lease covers."""
+        end = len(ids) if request.everywhere else _leading(state is HIT for state in states)
+        nodes = space.blocks.nodes
+        return [nodes[block_id] for block_id, state in zip(ids[:end], states, strict=False) if state is HIT]
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Start promotions of the leading loadable keys and answer at once."""
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
-        states = self._states(space, ids, [], [])
-        count = self._promote(space, ids[: _until(states, MISS)], states)
+        states = self._states(space, ids, None, [], [])
+        count = self._promote(space, ids, _until(states, MISS), states, None)
         self._stack.answer(session.number, Done(id=request.id, count=count))
 
     def _states(
-        self, space: PoolSpace, ids: Iterable[BlockId], cold: list[str], fresh: list[Node]
+        self,
+        space: PoolSpace,
+        ids: Iterable[BlockId],
+        scope: tuple[str, ...] | None,
+        cold: list[str],
+        fresh: list[Node],
     ) -> list[KeyState]:
         """Return each block's state; the hottest loop of the daemon.
 
@@ -96,7 +125,7 @@ class Loads:
         for block_id in ids:
             node = find(block_id)
             if node is None:
-                tier = source(space, block_id, None)
+                tier = source(space, block_id, scope)
                 if tier is None:
                     states.append(MISS)
                 else:
@@ -110,16 +139,23 @@ class Loads:
                 states.append(PENDING if node.state is LOADING else MISS)
         return states
 
-    def _probe(self, ids: Sequence[BlockId], states: list[KeyState]) -> None:
+    def _probe(self, ids: Sequence[BlockId], states: list[KeyState], scope: tuple[str, ...] | None) -> None:
         """Ask the shared tiers for the keys behind the known prefix; stops at the first that is not there."""
         for index, block_id in enumerate(ids):
             if states[index] is MISS:
-                if not self.probing.wonder(block_id):
+                if not self.probing.wonder(block_id, scope):
                     break
                 states[index] = PENDING
         self.probing.flush()
 
-    def _promote(self, space: PoolSpace, ids: Sequence[BlockId], states: list[KeyState]) -> int:
+    def _promote(
+        self,
+        space: PoolSpace,
+        ids: Sequence[BlockId],
+        prefix: int,
+        states: list[KeyState],
+        scope: tuple[str, ...] | None,
+    ) -> int:
         # The room for one of these blocks must not cost another, not even a later one: it is told as a HIT.
         held = [
             space.blocks.nodes[block_id] for block_id, state in zip(ids, states, strict=False) if state is HIT
@@ -127,10 +163,10 @@ class Loads:
         for node in held:
             space.blocks.pin(node)
         count = 0
-        for index, block_id in enumerate(ids):
+        for index, block_id in enumerate(ids[:prefix]):
             if states[index] is COLD:
                 if space.blocks.get(block_id) is None:  # a request may name a key twice
-                    tier = self.promotion.source(space, block_id, None)
+                    tier = self.promotion.source(space, block_id, scope)
                     if tier is None or self.promotion.start(space, block_id, tier) is None:
                         break
                     count += 1
@@ -163,14 +199,13 @@ class Loads:
 
     def load(self, session: Session, request: Load) -> None:
         """Pin the leading keys, promote what is below, answer when all are there or the deadline is."""
-        patterns = request.scope.load_from if request.scope is not None else None
         load = Waiting(
             number=self._sessions.next_number(),
             session=session,
             request=request.id,
             deadline=self._stack.now + request.deadline,
             space=self._stack.primary.spaces[session.namespace],
-            scope=select(patterns, self._stack.secondaries),
+            scope=self._sources(request.scope),
             rest=deque(block_ids(session.namespace, request.keys)),
         )
         self._advance(load)
@@ -325,6 +360,11 @@ class Loads:
     def _unpin(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             self._stack.primary.unpin(node)
+
+
+def _source(node: Node | None) -> str:
+    """Return the tier that a node is being promoted from, if it is."""
+    return node.source if node is not None and node.state is LOADING else ""
 
 
 def _until(states: list[KeyState], stop: KeyState) -> int:

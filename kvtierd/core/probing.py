@@ -36,10 +36,12 @@ class Probing:
     def __bool__(self) -> bool:
         return bool(self._tiers)
 
-    def wonder(self, block_id: BlockId) -> bool:
-        """Whether some shared tier is being asked for the block (now or already); :meth:`flush` sends it."""
+    def wonder(self, block_id: BlockId, scope: tuple[str, ...] | None = None) -> bool:
+        """Whether some shared tier (of those named) is asked for the block; :meth:`flush` sends it."""
         asked = False
         for tier in self._tiers:
+            if scope is not None and tier.name not in scope:
+                continue
             if block_id in tier.asked:
                 asked = True
             elif self._worth_asking(tier, block_id) and len(tier.asked) < IN_FLIGHT_LIMIT:

@@ -88,6 +88,18 @@ class Stack:
                 del self.primary.spaces[namespace]
         return returned > 0
 
+    def touch(self, ids: Sequence[BlockId]) -> int:
+        """Mark blocks as just used in every tier, the first one last; return how many residencies."""
+        count = 0
+        for block_id in reversed(ids):
+            node = self.primary.get(block_id)
+            if node is not None:
+                self.primary.space_of(node).blocks.touch(node)
+                count += 1
+            for tier in self.secondaries:
+                count += tier.touch(block_id, self.now)
+        return count
+
     # -- removal ------------------------------------------------------------------------------------
 
     def evict(self, ids: Iterable[BlockId], tiers: Sequence[str]) -> int:

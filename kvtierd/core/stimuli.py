@@ -43,11 +43,18 @@ class Attach(Request, frozen=True, kw_only=True, tag="attach"):
 
 
 class Lookup(Request, frozen=True, kw_only=True, tag="lookup"):
-    """Ask for the state of many keys; ``lease`` (seconds) pins the leading HITs until released."""
+    """Ask for the state of many keys; ``lease`` (seconds) pins the leading HITs until released.
+
+    ``everywhere``: the lease pins every HIT, also behind a MISS. ``touch``: mark the keys as just used.
+    ``scope``: the tiers that COLD blocks may be in and be promoted from.
+    """
 
     keys: tuple[BlockKey, ...]
     promote: bool = False
     lease: Seconds | None = None
+    everywhere: bool = False
+    touch: bool = False
+    scope: Scope | None = None
 
 
 class PrepareStore(Request, frozen=True, kw_only=True, tag="prepare_store"):

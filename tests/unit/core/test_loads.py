@@ -222,3 +222,60 @@ def test_a_failing_tier_is_not_asked_where_scope_excludes_it(rigged):
     assert rig.load(1, scope=Scope(load_from=("far",))).sources == ("far",)
     rig.evict(1, tiers=("cpu",))
     assert rig.load(1, scope=Scope(load_from=())).keys == ()
+
+
+def test_a_lookup_everywhere_holds_every_hit_also_behind_a_miss(rigged):
+    """A sliding window's blocks are looked for from the end; what lies before them may be gone."""
+    rig = rigged(4, [fs_spec()])
+    rig.store(1, 2, 3, chain=False)
+    rig.evict(2)
+    found = rig.lookup(2, 1, 3, lease=5.0, everywhere=True)
+    assert found.states == (KeyState.MISS, KeyState.HIT, KeyState.HIT)
+    assert found.leased == 2
+    rig.store(4, 5, 6, 7, chain=False)
+    assert rig.lookup(1, 3).states == (KeyState.HIT, KeyState.HIT)
+    rig.release(found.lease)
+    rig.store(8, 9, 10, 11, chain=False)
+    assert rig.lookup(1, 3).states != (KeyState.HIT, KeyState.HIT)
+
+
+def test_a_lookup_that_promotes_holds_the_hits_behind_the_gap_that_it_reports(rigged):
+    rig = rigged(2, [fs_spec()])
+    rig.store(1, 2, chain=False)
+    rig.store(3, chain=False)
+    found = rig.lookup(1, 9, 2, 3, promote=True, lease=5.0, everywhere=True)
+    held = [number for number, state in zip((1, 9, 2, 3), found.states, strict=True) if state is KeyState.HIT]
+    assert found.leased == len(held)
+    assert rig.lookup(*held).states == (KeyState.HIT,) * len(held)
+
+
+def test_a_lookup_names_the_tiers_that_blocks_are_coming_from(rigged):
+    rig = rigged(4, [fs_spec("near"), fs_spec("far")])
+    rig.store(1)
+    cold(rig, 2)
+    rig.hold = True
+    found = rig.lookup(1, 2, 3, promote=True)
+    assert found.sources == ("", "near")
+    rig.run_held()
+    assert rig.lookup(1, 2, promote=True).sources == ()
+
+
+def test_a_lookup_sees_and_promotes_only_what_its_scope_allows(rigged):
+    from kvtierd.core.model import Scope
+
+    rig = rigged(4, [fs_spec("near"), fs_spec("far")])
+    cold(rig, 1)
+    assert rig.lookup(1, scope=Scope(load_from=())).states == (KeyState.MISS,)
+    rig.hold = True
+    found = rig.lookup(1, promote=True, scope=Scope(load_from=("far",)))
+    assert found.sources == ("far",)
+    rig.run_held()
+
+
+def test_a_lookup_that_touches_keeps_its_blocks_from_being_the_next_victims(rigged):
+    rig = rigged(2)
+    rig.store(1, chain=False)
+    rig.store(2, chain=False)
+    rig.lookup(1, touch=True)
+    rig.store(3, chain=False)
+    assert rig.lookup(1, 2).states == (KeyState.HIT, KeyState.MISS)

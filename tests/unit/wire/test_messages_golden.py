@@ -49,7 +49,15 @@ CLIENT = [
     messages.StatusRequest(id=2),
     messages.SurveyRequest(id=18, tier="disk", cursor=1024, limit=100),
     stimuli.Attach(id=3, layout=LAYOUT, engine_id="e0", process=b"p" * 16, dp_rank=1, role="worker", rank=1),
-    stimuli.Lookup(id=4, keys=(K1, K2), promote=True, lease=0.5),
+    stimuli.Lookup(
+        id=4,
+        keys=(K1, K2),
+        promote=True,
+        lease=0.5,
+        everywhere=True,
+        touch=True,
+        scope=Scope(load_from=("disk",)),
+    ),
     stimuli.PrepareStore(
         id=5, keys=(K1, K2), meta=(META, None), scope=Scope(load_from=("disk",), store_to=())
     ),
@@ -91,7 +99,9 @@ SERVER = [
         fence=1,
         tiers=("cpu", "disk"),
     ),
-    effects.LookedUp(id=4, states=(KeyState.HIT, KeyState.COLD), prefix=2, lease=4, leased=1),
+    effects.LookedUp(
+        id=4, states=(KeyState.HIT, KeyState.PENDING), prefix=2, lease=4, leased=1, sources=("", "disk")
+    ),
     effects.Prepared(
         id=5,
         job=9,

@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from kvtierd.client._base import CLIENT_NAME
@@ -30,6 +30,9 @@ from kvtierd.core.effects import Reply
 from kvtierd.core.stimuli import Request
 
 R = TypeVar("R", bound=Reply)
+
+# Seconds that a connection may take to be made; nobody waits for it that long.
+HANDSHAKE_TIME = 1.0
 
 # Reads that one poll() may make, so that a daemon that never stops talking cannot hold the caller.
 _POLL_READS = 64
@@ -70,7 +73,7 @@ class Line:
         if not self._lock.acquire(timeout=self.deadline + verb.patience):
             return Miss(LATE)
         try:
-            if not self._ready(RECONNECT_WAIT):
+            if not self._ready(min(RECONNECT_WAIT, self.deadline)):
                 return Miss(AWAY)
             if verb.epoch is not None and verb.epoch != self.link.epoch:
                 return Miss(STALE)
@@ -95,6 +98,57 @@ class Line:
             self._lost()
         finally:
             self._lock.release()
+
+    # -- without waiting, for a pipeline ---------------------------------------------------------------
+
+    def begin(self, verb: Verb[R]) -> int | Miss:
+        """Queue a request and return its number; never waits, not even for a connection or a late daemon."""
+        self._after_fork()
+        with self._lock:
+            try:
+                if not self._ready(0.0):
+                    return Miss(AWAY)
+                if verb.epoch is not None and verb.epoch != self.link.epoch:
+                    return Miss(STALE)
+                if self.link.overdue:
+                    self._drain()
+                    if self.link.overdue:
+                        return self._leave(verb)
+                return self.link.ask(verb.build)
+            except LOST:
+                self._lost()
+                return Miss(AWAY)
+
+    def gather(self, requests: Iterable[int], until: float) -> None:
+        """Write what is queued and take answers in, until all those are there or the time has come."""
+        with self._lock:
+            try:
+                while self.link.ready:
+                    flushed = self.channel.flush()
+                    if all(request in self._answers for request in requests):
+                        return
+                    if not self._wait(select.POLLIN | (0 if flushed else select.POLLOUT), until):
+                        return
+                    self._take()
+            except LOST:
+                self._lost()
+
+    def take(self, requests: Collection[int]) -> list[Reply]:
+        """Return the answers to these requests that are there."""
+        if not self._answers:
+            return []
+        with self._lock:
+            return [self._answers.pop(number) for number in list(self._answers) if number in requests]
+
+    def abandon(self, request: int, *, late: bool = False) -> None:
+        """Nobody waits for this answer any more."""
+        with self._lock:
+            self.link.abandon(request, late=late)
+
+    def lose(self) -> None:
+        """The daemon does not keep to the protocol: start anew."""
+        with self._lock:
+            self._lost()
 
     def close(self) -> None:
         """Close the socket; no verb connects again."""
@@ -125,7 +179,7 @@ class Line:
                 if self._backoff.remaining():
                     return False
                 self.channel.open()
-                self._shake_until = time.monotonic() + self.deadline
+                self._shake_until = time.monotonic() + max(self.deadline, HANDSHAKE_TIME)
             until = min(self._shake_until, time.monotonic() + wait)
             while not self.link.ready:
                 self.channel.flush()

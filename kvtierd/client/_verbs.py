@@ -56,14 +56,16 @@ class SessionView(Protocol):
 class LookupData:
     """States of the asked keys and how many leading ones are no MISS.
 
-    ``lease`` (None without one) keeps the first ``leased`` keys in the pool until released or expired.
-    ``reason`` is empty, or says why the daemon did not answer.
+    ``lease`` (None without one) keeps the first ``leased`` keys (asked ``everywhere``: all HITs) in the pool
+    until released or expired. ``sources``: empty, or for each key of the prefix the tier that it is being
+    promoted from. ``reason`` is empty, or says why the daemon did not answer.
     """
 
     states: tuple[KeyState, ...]
     prefix: int
     lease: int | None = None
     leased: int = 0
+    sources: tuple[str, ...] = ()
     epoch: int = 0
     reason: str = ""
 
@@ -118,16 +120,37 @@ def as_keys(keys: Iterable[KeyLike]) -> tuple[BlockKey, ...]:
 
 
 def lookup(
-    make: Callable[..., F], keys: Iterable[KeyLike], promote: bool, lease: float | None, view: SessionView
+    make: Callable[..., F],
+    keys: Iterable[KeyLike],
+    promote: bool,
+    lease: float | None,
+    view: SessionView,
+    *,
+    everywhere: bool = False,
+    touch: bool = False,
+    scope: Scope | None = None,
 ) -> Flow[F]:
     """Ask for the state of keys."""
     asked = as_keys(keys)
-    build = partial(stimuli.Lookup, keys=asked, promote=promote, lease=lease)
+    build = partial(
+        stimuli.Lookup,
+        keys=asked,
+        promote=promote,
+        lease=lease,
+        everywhere=everywhere,
+        touch=touch,
+        scope=scope,
+    )
     reply: effects.LookedUp | Miss = yield Verb(build, effects.LookedUp)
     if isinstance(reply, Miss):
         return make(states=(KeyState.MISS,) * len(asked), prefix=0, reason=reply.reason)
     return make(
-        states=reply.states, prefix=reply.prefix, lease=reply.lease, leased=reply.leased, epoch=view.epoch
+        states=reply.states,
+        prefix=reply.prefix,
+        lease=reply.lease,
+        leased=reply.leased,
+        sources=reply.sources,
+        epoch=view.epoch,
     )
 
 

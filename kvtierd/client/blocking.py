@@ -214,15 +214,18 @@ class Client:
         dp_rank: int = 0,
         role: str | Role = Role.SCHEDULER,
         rank: int = 0,
+        wait: float | None = None,
     ) -> Session:
         """Bind a new connection to a layout; with no daemon there, the session connects as soon as there is.
+
+        ``wait``: seconds that a daemon which is there may take to answer (default: the deadline).
 
         Raises:
             RequestRefused: the daemon is there and does not take this attach.
         """
         line = self._line(attach_request(layout, engine_id, dp_rank, role, rank))
         session = Session(line, layout)
-        if not line.connect(self.deadline) and must_raise(session.refused):
+        if not line.connect(self.deadline if wait is None else wait) and must_raise(session.refused):
             line.close()
             assert session.refused is not None
             raise session.refused

@@ -58,6 +58,9 @@ def first(settings):
     lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts()]
     seen["cacheable"] = [length // BLOCK * BLOCK for length in lengths]
     seen["full_blocks"] = different_blocks(prompts())
+    wait_for(
+        lambda: len(tool.blocks("cpu")) >= seen["full_blocks"], "the last commits"
+    )  # nobody waits for them
     blocks = tool.blocks("cpu")
     tool.wait_on_disk(blocks)
     seen["blocks"] = len(blocks)
@@ -127,13 +130,14 @@ def connected(llm):
 
 def generate_while_losing(llm, asked):
     """Generate while every load gets at most the first two blocks that were promised to it."""
-    session, manager = sessions_of(llm)[0], scheduler_of(llm).connector._manager
-    whole = session.load
-    session.load = lambda keys, **more: whole(keys[:2], **more)
+    manager = scheduler_of(llm).connector._manager
+    pipeline = manager._pipeline
+    whole = pipeline.load
+    pipeline.load = lambda keys, *more: whole(keys[:2], *more)
     try:
         return [*generate(llm, asked), manager.failures.get("load", 0)]
     finally:
-        session.load = whole
+        pipeline.load = whole
 
 
 def main():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 
+import glue_lookup_checks
 import glue_scheduler_checks
 import glue_worker_checks
 
@@ -16,7 +17,7 @@ import glue_worker_checks
 def run():
     """Run every check; ``None`` for a kept promise, else the traceback."""
     results = {}
-    for module in (glue_scheduler_checks, glue_worker_checks):
+    for module in (glue_lookup_checks, glue_scheduler_checks, glue_worker_checks):
         for name, check in vars(module).items():
             if name.startswith("check_"):
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from fake_session import spec
+from fake_session import FakePipeline, spec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -61,7 +61,7 @@ def request(blocks, name="r", **more):
         mm_features=[],
         cache_salt=None,
         prompt_embeds=None,
-        **more,
+        **{"kv_transfer_params": None, **more},
     )
 
 
@@ -73,13 +73,27 @@ def manager(session, who=None, **settings):
     made = KvtierdManager(spec(**settings))
     clock = Clock()
     made._lookups._clock = clock
-    made.bind(session, who or identity())
+    made.bind(FakePipeline(session), who or identity())
     return made, clock
 
 
 def tracked(made, req):
     made.track(req)
     return ReqContext(req_id=req.request_id)
+
+
+def prepare_store(made, keys, context):
+    """Prepare a store as vLLM does within a step, to the step's end."""
+    output = made.prepare_store(keys, context)
+    made.fill()
+    return output
+
+
+def prepare_load(made, keys, context):
+    """Prepare a load as vLLM does within a step, to the step's end."""
+    spec = made.prepare_load(keys, context)
+    made.fill()
+    return spec
 
 
 def step(made):
@@ -114,7 +128,7 @@ def report(made):
 
 
 def store(made, copier, req, context, blocks, job=1):
-    output = made.prepare_store(keys_of(req), context)
+    output = prepare_store(made, keys_of(req), context)
     assert copier.submit_store(job, gpu(blocks), output.store_spec) is True
     assert finish(copier) == [job]
     told = report(copier)

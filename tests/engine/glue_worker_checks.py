@@ -11,6 +11,8 @@ from glue_rig import (
     identity,
     keys_of,
     manager,
+    prepare_load,
+    prepare_store,
     report,
     request,
     step,
@@ -32,8 +34,9 @@ def check_stored_bytes_come_back_into_other_blocks():
     copier, caches = worker(session)
     before = [cache.clone() for cache in caches]
     store(made, copier, req, context, [1, 2, 3])
+    context = tracked(made, request(3, "later"))
     assert [made.lookup(k, context) for k in keys_of(req)] == [LookupResult.HIT] * 3
-    loaded = made.prepare_load(keys_of(req), context)
+    loaded = prepare_load(made, keys_of(req), context)
     assert copier.submit_load(2, loaded, gpu([6, 5, 4])) is True
     finish(copier)
     for cache, old in zip(caches, before, strict=True):
@@ -52,10 +55,10 @@ def check_chunks_of_several_blocks_keep_their_order_and_may_begin_inside():
     copier, caches = worker(session, who, chunk=2)
     before = [cache.clone() for cache in caches]
     keys = keys_of(req, chunk=2)
-    output = made.prepare_store(keys, context)
+    output = prepare_store(made, keys, context)
     copier.submit_store(1, gpu([0, 1, 2, 3]), output.store_spec)
     made.complete_store(set(keys), context)
-    loaded = made.prepare_load(keys, context)
+    loaded = prepare_load(made, keys, context)
     copier.submit_load(2, loaded, gpu([5, 6, 7], indices=[1]))  # the engine has the first block itself
     finish(copier)
     for cache, old in zip(caches, before, strict=True):
@@ -71,11 +74,11 @@ def check_groups_and_ranks_lie_apart():
     copiers[1][1][0].add_(1)
     before = [[cache.clone() for cache in caches] for _, caches in copiers]
     keys = keys_of(req, 0) + keys_of(req, 1)
-    output = made.prepare_store(keys, context)
+    output = prepare_store(made, keys, context)
     for copier, _ in copiers:
         copier.submit_store(1, gpu([0, 1], sizes=[1, 1]), output.store_spec)
     made.complete_store(set(keys), context)
-    loaded = made.prepare_load(keys, context)
+    loaded = prepare_load(made, keys, context)
     for (copier, caches), old in zip(copiers, before, strict=True):
         copier.submit_load(2, loaded, gpu([5, 6], sizes=[1, 1]))
         for cache, was in zip(caches, old, strict=True):
@@ -87,7 +90,7 @@ def check_a_job_of_another_pool_is_never_copied_and_its_keys_are_failed():
     made, _ = manager(session)
     context = tracked(made, req)
     copier, _ = worker(session)
-    output = made.prepare_store(keys_of(req), context)
+    output = prepare_store(made, keys_of(req), context)
     output.store_spec.pool_id = "pool-0"
     copier.submit_store(1, gpu([1, 2]), output.store_spec)
     assert finish(copier) == [1]
@@ -106,7 +109,7 @@ def check_a_load_of_another_pool_or_namespace_is_recomputed():
         context = tracked(made, req)
         copier, caches = worker(session)
         before = [cache.clone() for cache in caches]
-        loaded = made.prepare_load(keys_of(req), context)
+        loaded = prepare_load(made, keys_of(req), context)
         setattr(loaded, field, value)
         copier.submit_load(1, loaded, gpu([3, 4]))
         assert finish(copier) == [1]
@@ -122,7 +125,7 @@ def check_a_block_that_is_gone_is_recomputed_alone():
     old = [cache.clone() for cache in caches]
     store(made, copier, req, context, [0, 1, 2])
     del session.states[to_block_key(keys_of(req)[2])]
-    loaded = made.prepare_load(keys_of(req), context)
+    loaded = prepare_load(made, keys_of(req), context)
     assert loaded.slots[2] == NO_SLOT
     copier.submit_load(2, loaded, gpu([4, 5, 6]))
     finish(copier)
@@ -136,7 +139,7 @@ def check_slots_outside_the_pool_are_never_touched():
     made, _ = manager(session)
     context = tracked(made, req)
     copier, _ = worker(session)
-    output = made.prepare_store(keys_of(req), context)
+    output = prepare_store(made, keys_of(req), context)
     output.store_spec.slots = (len(session.memory) // UNIT,)
     copier.submit_store(1, gpu([1]), output.store_spec)
     assert finish(copier) == [1]
@@ -160,7 +163,7 @@ def check_a_worker_that_acknowledged_a_revocation_starts_no_older_job():
     made, _ = manager(session)
     context = tracked(made, req)
     copier, _ = worker(session)
-    output = made.prepare_store(keys_of(req), context)
+    output = prepare_store(made, keys_of(req), context)
     session.fence = 5
     finish(copier)
     assert session.acknowledged == [5]

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import (
@@ -29,32 +30,58 @@ def to_offload_key(key: BlockKey) -> bytes:
 
 
 class Chain:
-    """A live request's keys per group, in prefix order; grows with the request's block hashes."""
+    """A live request's keys per group, in prefix order; grows with the request's block hashes.
+
+    ``cap`` below is a number of tokens, ``None`` for no bound: a block that ends behind it is left out.
+    """
 
     def __init__(self, request: Any, shapes: Sequence[GroupShape]) -> None:
         self._request = request
         self._shapes = {shape.group.to_bytes(GROUP_BYTES, "big"): shape for shape in shapes}
         self._keys: dict[bytes, list[bytes]] = {suffix: [] for suffix in self._shapes}
         self._place: dict[bytes, int] = {}
+        self._hashes_seen = 0
 
-    def all(self) -> list[bytes]:
+    def all(self, cap: int | None = None) -> list[bytes]:
         """All keys of all groups, each group root first."""
         self._grow()
-        return [key for keys in self._keys.values() for key in keys]
+        return [key for suffix, keys in self._keys.items() for key in keys[: self._count(suffix, cap)]]
 
-    def asked_with(self, key: bytes) -> list[bytes]:
-        """The keys that a lookup of ``key`` should ask for in one go.
+    def block_keys(self, cap: int | None = None) -> list[BlockKey]:
+        """Return :meth:`all` as the daemon names them."""
+        new = tuple.__new__
+        found: list[BlockKey] = []
+        for suffix, shape in self._shapes.items():
+            group = shape.group
+            keys = self._keys[suffix][: self._count(suffix, cap)]
+            found += [new(BlockKey, (key[:-GROUP_BYTES], group)) for key in keys]
+        return found
 
-        A full attention group is looked up from the first block that the engine lacks to the end; other
-        groups from the end backwards, so there it is the whole chain. A key outside the chains (a partial
-        tail) is asked for alone.
+    def run(self, key: bytes, wanted: Callable[[bytes], bool]) -> list[bytes]:
+        """The keys that vLLM needs together with ``key``, as far as they are ``wanted`` without a gap.
+
+        A full attention group is looked up from the first block that the engine lacks to the end. Other
+        groups are looked up from their last block backwards, until a window is full.
         """
+        place, suffix = self._place[key], key[-GROUP_BYTES:]
+        keys, shape = self._keys[suffix], self._shapes[suffix]
+        if shape.full_attention:
+            others = keys[place:]
+        else:
+            others = keys[max(0, place + 1 - _window(shape)) : place + 1][::-1]
+        gap = next((index for index, other in enumerate(others) if not wanted(other)), len(others))
+        return others[: max(1, gap)]
+
+    def has(self, key: bytes) -> bool:
+        """Whether the key names a whole block of this request (and not a partial tail)."""
+        return self._find(key) is not None
+
+    def is_beyond(self, key: bytes, cap: int | None) -> bool:
+        """Whether the key's block ends behind the cap; a partial tail does with any cap."""
+        if cap is None:
+            return False
         place = self._find(key)
-        if place is None:
-            return [key]
-        suffix = key[-GROUP_BYTES:]
-        start = place if self._shapes[suffix].full_attention else 0
-        return self._keys[suffix][start:]
+        return place is None or place >= self._count(key[-GROUP_BYTES:], cap)
 
     def meta(self, key: bytes) -> BlockMeta | None:
         """What the block's event says, field by field as vLLM's own GPU events say it; ``None``: unknown."""
@@ -82,12 +109,30 @@ class Chain:
         )
 
     def _extra_keys(self, start: int, end: int, step: int) -> tuple[tuple[object, ...] | None, ...] | None:
+        if not self._has_extra_keys(start):
+            return (None,) * ((end - start) // step)
         per_block = [
             generate_block_hash_extra_keys(self._request, block, block + step, 0)[0]
             for block in range(start, end, step)
         ]
         public = to_event_extra_keys(per_block)
         return None if public is None else tuple(public)
+
+    def _has_extra_keys(self, start: int) -> bool:
+        """Whether a block may have extra keys: making them costs more than all the rest of its metadata."""
+        request = self._request
+        return bool(
+            request.lora_request
+            or request.mm_features
+            or (start == 0 and request.cache_salt)
+            or request.prompt_embeds is not None
+        )
+
+    def _count(self, suffix: bytes, cap: int | None) -> int:
+        if cap is None:
+            return len(self._keys[suffix])
+        shape = self._shapes[suffix]
+        return min(len(self._keys[suffix]), cap // (shape.tokens_per_block * shape.blocks_per_chunk))
 
     def _find(self, key: bytes) -> int | None:
         place = self._place.get(key)
@@ -98,9 +143,18 @@ class Chain:
 
     def _grow(self) -> None:
         hashes = self._request.block_hashes
+        if len(hashes) == self._hashes_seen:
+            return
+        self._hashes_seen = len(hashes)
         for suffix, shape in self._shapes.items():
             keys, step = self._keys[suffix], shape.hashes_per_chunk
-            for place in range(len(keys), len(hashes) // step):
-                key = hashes[(place + 1) * step - 1] + suffix
-                keys.append(key)
-                self._place[key] = place
+            known = len(keys)
+            keys += [each + suffix for each in hashes[(known + 1) * step - 1 :: step]]
+            self._place.update(zip(keys[known:], range(known, len(keys)), strict=True))
+
+
+def _window(shape: GroupShape) -> int:
+    """How many chunks a hit of a group without full attention needs, one more for its ragged end."""
+    if shape.sliding_window is not None:
+        return -(-shape.sliding_window // (shape.tokens_per_block * shape.blocks_per_chunk)) + 1
+    return 1 if shape.spec_kind == "mamba" else sys.maxsize

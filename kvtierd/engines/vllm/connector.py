@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kvtierd.client.pipeline import Pipeline
 from kvtierd.core.stimuli import Role
 from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.manager import KvtierdManager
@@ -54,7 +55,7 @@ class KvtierdConnector(OffloadingConnector):
         identity = Identity.of(spec.settings, spec.config, vllm_config, kv_cache_config)
         session = open_session(spec.settings, identity, Role.SCHEDULER)
         if session is not None:
-            self._manager.bind(session, identity)
+            self._manager.bind(Pipeline(session), identity)
 
     def _bind_worker(self, vllm_config: Any, kv_cache_config: Any) -> None:
         assert self.connector_worker is not None
@@ -81,6 +82,29 @@ class KvtierdConnector(OffloadingConnector):
         self._manager.track(request)
         super().on_new_request(request)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Give the step's loads and stores their slots, which the daemon was asked for on the way."""
+        meta = super().build_connector_meta(scheduler_output)
+        self._manager.fill()
+        return meta
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Tell the caller why its parameters were not followed."""
+        return self._with_problem(request, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Tell the caller why its parameters were not followed."""
+        return self._with_problem(request, super().request_finished_all_groups(request, block_ids))
+
+    def _with_problem(
+        self, request: Any, answer: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if problem := self._manager.problem(request.request_id):
+            return answer[0], {**(answer[1] or {}), "kvtierd_error": problem}
+        return answer
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Take failed keys before vLLM completes (and the manager commits) the jobs of the same report."""
         report = connector_output.kv_connector_worker_meta
@@ -89,6 +113,7 @@ class KvtierdConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
         if isinstance(report, WorkerReport):
             self._manager.settle_orphans(report)
+            self._manager.flush()
 
     # -- worker side --------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="import-not-found,import-untyped"
-"""Answers to vLLM's lookups: one round trip per request, dictionary look-ups for the thousands that follow.
+"""Answers to vLLM's lookups: one question per request, at most one wait per engine step, else dict look-ups.
 
-While a request waits for a promotion the engine steps as fast as it can and asks for every key again in
-every step. So answers are kept per request and group; a pending one is asked again at most once per step
-and not more often than ``POLL_INTERVAL``. A hit is only as good as its lease: when that has run most of its
-time the next lookup asks again. Nothing waits: blocks that are not in the pool by the promotion deadline
-are misses from then on.
+A request's whole chain is asked for when it arrives, without waiting; the first lookup of a step waits once
+for everything that is still unanswered. While a request waits for a promotion the engine steps as fast as it
+can and asks for every key again in every step: its keys are answered from what is known, and the daemon is
+asked again now and then, again without waiting. A hit is held by a lease; when that has run half its time the
+next lookup asks anew. Blocks that are not in the pool by the promotion deadline are misses from then on.
 """
 
 from __future__ import annotations
@@ -14,53 +14,64 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvtierd.core.model import BlockKey, KeyState
-from kvtierd.engines.vllm.chain import GROUP_BYTES, Chain, to_block_key
+from kvtierd.core.model import KeyState
+from kvtierd.engines.vllm.chain import Chain, to_block_key
 from kvtierd.engines.vllm.guard import Guard
+from kvtierd.engines.vllm.scope import RequestScope
+from kvtierd.errors import RequestRefused
 
-POLL_INTERVAL = 0.001
+HIT, MISS, PENDING, RETRY = (
+    LookupResult.HIT,
+    LookupResult.MISS,
+    LookupResult.HIT_PENDING,
+    LookupResult.RETRY,
+)
+
+POLL_INTERVAL = 0.001  # between two questions about a promotion; an eighth of the wait so far when longer
+POLL_INTERVAL_MOST = 0.02
 LEASE_SHARE = 0.5  # an answer is used for this share of its lease, the rest is for the load that follows
+# Requests beyond this that wait their turn are asked for without a lease, so that a long queue pins no pool.
+MOST_LEASED = 64
 
 logger = logging.getLogger(__name__)
 
 
-class Answer(Protocol):
-    """What ``Session.lookup`` returns."""
+@dataclass(slots=True)
+class _Run:
+    """Blocks that must come from below, or be leased, before they are hits: a question asked repeatedly."""
 
-    @property
-    def states(self) -> Sequence[KeyState]:
-        """One state per key."""
-
-    @property
-    def prefix(self) -> int:
-        """How many leading keys are not a miss."""
-
-    def release(self) -> None:
-        """End the lease, if there is one."""
-
-
-class Asker(Protocol):
-    """The verb of a session that this module needs."""
-
-    def lookup(self, keys: Sequence[BlockKey], promote: bool = ..., lease: float | None = ...) -> Answer:
-        """Ask the daemon."""
+    keys: list[bytes]
+    asked_at: float = 0.0
+    call: Any = None
+    answer: Any = None
+    pending: bool = True
 
 
 @dataclass(slots=True)
-class _Asked:
-    """One group's question of a request, with the daemon's latest answer to it."""
+class _Open:
+    """What is known for one request. ``results`` has every key that needs no more asking."""
 
-    keys: list[bytes]
+    chain: Chain
+    wish: RequestScope
+    leased: bool
+    keys: list[bytes] = field(default_factory=list)
     results: dict[bytes, Any] = field(default_factory=dict)
-    answer: Answer | None = None
-    pending: bool = False
-    turn: int = -1
+    resident: set[bytes] = field(default_factory=set)
+    loose: set[bytes] = field(default_factory=set)
+    runs: list[_Run] = field(default_factory=list)
+    sources: dict[bytes, str] = field(default_factory=dict)
+    call: Any = None
+    answer: Any = None
+    asked: bool = False
     asked_at: float = 0.0
-    waiting_since: float | None = None
+    waits_since: float | None = None
+    turn: int = -1
+    problem: str = ""
 
 
 class Lookups:
@@ -77,101 +88,263 @@ class Lookups:
         self._promotion_deadline = promotion_deadline
         self._guard = guard
         self._clock = clock
-        self._open: dict[str, dict[bytes, _Asked]] = {}
-        self._promoted: dict[str, set[bytes]] = {}
+        self._pipeline: Any = None
+        self._open: dict[str, _Open] = {}
+        self._asking: dict[int, _Open] = {}
+        self._waited_turn = -1
         self.turn = 0
-        self.round_trips = 0
         self.given_up = 0
+        self.deferred = 0
 
-    def find(self, session: Asker, request: str, chain: Chain, key: bytes) -> Any:
+    def bind(self, pipeline: Any) -> None:
+        """Use this pipeline (:class:`kvtierd.client.pipeline.Pipeline`)."""
+        self._pipeline = pipeline
+
+    def begin(self, request: str, chain: Chain, wish: RequestScope, *, reads: bool = True) -> None:
+        """A request arrived: ask for its chain and mark it as used, without waiting.
+
+        vLLM asks only beyond its own hits and never touches, so without the touch the root of a hot prefix
+        would age first. ``reads``: whether the request may load at all.
+        """
+        leased = reads and len(self._open) < MOST_LEASED
+        self._open[request] = opened = _Open(chain, wish, leased)
+        self._ask(opened)
+        self._pipeline.flush()
+
+    def find(self, request: str, key: bytes) -> Any:
         """Return vLLM's ``LookupResult`` for one key of a request."""
-        groups = self._open.get(request)
-        if groups is None:
-            groups = self._open[request] = {}
-        asked = groups.get(key[-GROUP_BYTES:])
-        if asked is not None and key in asked.results:
-            if asked.turn != self.turn:
-                asked.turn = self.turn
-                self._refresh(session, request, asked)
-        else:
-            asked = self._ask_anew(session, request, groups, chain, key)
-        return asked.results[key]
+        opened = self._open.get(request)
+        if opened is None:
+            return MISS
+        if opened.turn != self.turn:
+            opened.turn = self.turn
+            self._refresh(opened)
+        result = opened.results.get(key)
+        return result if result is not None else self._find_out(opened, key)
 
-    def came_from_below(self, request: str, key: bytes) -> bool:
-        """Whether this request waited for the key to come from a tier below the pool."""
-        return key in self._promoted.get(request, ())
+    def source(self, request: str, key: bytes) -> str:
+        """Return the tier that a key had to come from for this request; "" where it was in the pool."""
+        opened = self._open.get(request)
+        return "" if opened is None else opened.sources.get(key, "")
+
+    def is_resident(self, request: str, keys: Sequence[bytes]) -> bool:
+        """Whether the daemon said of all these keys that they were in the pool when the request came."""
+        opened = self._open.get(request)
+        return opened is not None and opened.resident.issuperset(keys)
+
+    def problem(self, request: str) -> str:
+        """Return what the daemon found wrong with the request's scope; "" when nothing."""
+        opened = self._open.get(request)
+        return "" if opened is None else opened.problem
 
     def consumed(self, request: str) -> None:
-        """The request's load is leased by itself: give the lookups' leases back, ask anew next time."""
-        for asked in self._open.pop(request, {}).values():
-            self._release(asked)
+        """The request's load holds its blocks by itself: give the leases back, ask anew next time."""
+        if (opened := self._open.get(request)) is not None:
+            self._give_back(opened)
+            opened.results, opened.loose, opened.asked = {}, set(), False
+            opened.turn, opened.waits_since = -1, None
 
     def forget(self, request: str) -> None:
         """The request is over."""
-        self.consumed(request)
-        self._promoted.pop(request, None)
+        if (opened := self._open.pop(request, None)) is not None:
+            self._give_back(opened)
 
     def forget_all(self) -> None:
-        """Drop every answer; the namespace was reset."""
-        for request in list(self._open):
-            self.forget(request)
+        """Nothing that was said is true any more; the namespace was reset."""
+        for request, opened in self._open.items():
+            self.consumed(request)
+            opened.resident = set()
 
-    def _ask_anew(
-        self, session: Asker, request: str, groups: dict[bytes, _Asked], chain: Chain, key: bytes
-    ) -> _Asked:
-        old = groups.get(key[-GROUP_BYTES:])
-        asked = groups[key[-GROUP_BYTES:]] = _Asked(keys=chain.asked_with(key), turn=self.turn)
-        if old is not None:  # a longer or later question of the same wait: its deadline goes on
-            asked.waiting_since = old.waiting_since
-        self._ask(session, request, asked)
+    # -- the question about a whole request ------------------------------------------------------------
+
+    def _ask(self, opened: _Open) -> None:
+        opened.keys = opened.chain.all(opened.wish.max_tokens)
+        call = self._guard.call("lookup", lambda: self._lookup(opened), None)
+        self._give_back(opened)  # after the new question, so that no hit is without a lease in between
+        opened.results, opened.loose = {}, set()
+        opened.asked, opened.asked_at, opened.call = True, self._clock(), call
+        if call is not None:
+            self._asking[id(opened)] = opened
+        else:
+            opened.results = dict.fromkeys(opened.keys, MISS)
+
+    def _lookup(self, opened: _Open) -> Any:
+        if not opened.keys or opened.problem:
+            return None
+        return self._pipeline.lookup(
+            opened.chain.block_keys(opened.wish.max_tokens),
+            lease=self._lease if opened.leased else None,
+            everywhere=True,
+            touch=True,
+            scope=opened.wish.scope,
+        )
+
+    def _refresh(self, opened: _Open) -> None:
+        """Once per request and step: take answers in, ask again what is old."""
+        old = self._clock() - opened.asked_at >= self._lease * LEASE_SHARE
+        if not opened.asked or (old and opened.call is None):
+            opened.leased = True
+            self._ask(opened)
+        if opened.call is not None:
+            self._collect()
+        for run in opened.runs:
+            self._refresh_run(opened, run)
+
+    def _collect(self) -> None:
+        """Wait, once in a step, for the answers to all questions that are on their way."""
+        calls = [opened.call for opened in self._asking.values()]
+        if self._waited_turn != self.turn:
+            if not all(call.done for call in calls):
+                self._waited_turn = self.turn
+            self._guard.call("lookup", lambda: self._pipeline.wait(calls), None)
+            for call in calls:
+                if not call.done:
+                    self._guard.call("lookup", partial(self._pipeline.drop, call), None)
+        for opened in [opened for opened in self._asking.values() if opened.call.done]:
+            del self._asking[id(opened)]
+            self._settle(opened)
+
+    def _settle(self, opened: _Open) -> None:
+        call, opened.call = opened.call, None
+        answer = self._result(opened, call)
+        if answer is None or answer.reason:
+            opened.results = dict.fromkeys(opened.keys, MISS)
+            return
+        opened.answer = answer
+        if not any(answer.states):
+            opened.results = dict.fromkeys(opened.keys, MISS)
+            return
+        held = answer.lease is not None
+        for key, state in zip(opened.keys, answer.states, strict=True):
+            if state is KeyState.MISS:
+                opened.results[key] = MISS
+            elif state is KeyState.HIT and held:
+                opened.results[key] = HIT
+            else:
+                opened.loose.add(key)
+            if state is KeyState.HIT:
+                opened.resident.add(key)
+
+    def _result(self, opened: _Open, call: Any) -> Any:
+        try:
+            return call.result
+        except RequestRefused as refused:  # the request names a tier that there is not
+            opened.problem = str(refused)
+            return None
+
+    # -- the blocks that have to come from below -------------------------------------------------------
+
+    def _find_out(self, opened: _Open, key: bytes) -> Any:
+        """A key without a result: not answered yet, below the pool, or one that was not asked for."""
+        if opened.call is not None:
+            self.deferred += 1
+            return RETRY
+        if opened.problem or opened.chain.is_beyond(key, opened.wish.max_tokens):
+            opened.results[key] = MISS
+            return MISS
+        known = opened.results
+        run = [key]
+        if key in opened.loose:
+            run = opened.chain.run(key, lambda other: known.get(other) is not MISS)
+        elif opened.chain.has(key):  # the request has grown since it was asked for
+            return self._find_again(opened, key)
+        if opened.waits_since is None:
+            opened.waits_since = self._clock()
+        started = _Run(run)
+        opened.runs.append(started)
+        self._ask_run(opened, started)
+        known.update((each, PENDING) for each in run if each in opened.loose or each == key)
+        opened.loose.difference_update(run)
+        self._pipeline.flush()
+        return known[key]
+
+    def _find_again(self, opened: _Open, key: bytes) -> Any:
+        self._ask(opened)
+        self._collect()
+        result = opened.results.get(key)
+        return result if result is not None else self._find_out(opened, key)
+
+    def _waited(self, opened: _Open) -> float:
+        """Seconds that the request has waited for blocks from below."""
+        return 0.0 if opened.waits_since is None else self._clock() - opened.waits_since
+
+    def _ask_run(self, opened: _Open, run: _Run) -> None:
+        run.asked_at = self._clock()
+        run.call = self._guard.call(
+            "lookup",
+            lambda: self._pipeline.lookup(
+                [to_block_key(key) for key in run.keys],
+                promote=self._waited(opened) < self._promotion_deadline,
+                lease=self._lease,
+                scope=opened.wish.scope,
+            ),
+            None,
+        )
+
+    def _refresh_run(self, opened: _Open, run: _Run) -> None:
+        if run.call is not None:
+            if not run.call.done:
+                if self._waited(opened) >= self._promotion_deadline:
+                    self._end_run(opened, run)
+                return
+            call, run.call = run.call, None
+            self._settle_run(opened, run, self._result(opened, call))
+        elif not run.pending:
+            return
+        interval = min(max(POLL_INTERVAL, self._waited(opened) / 8), POLL_INTERVAL_MOST)
+        if run.pending and self._clock() - run.asked_at >= interval:
+            self._ask_run(opened, run)
+
+    def _settle_run(self, opened: _Open, run: _Run, answer: Any) -> None:
+        """Translate the states. Only the run of keys before the first miss is promoted, so only it pends."""
+        old, run.answer = run.answer, answer
         if old is not None:
             self._release(old)
-        return asked
-
-    def _refresh(self, session: Asker, request: str, asked: _Asked) -> None:
-        age = self._clock() - asked.asked_at
-        if (asked.pending and age >= POLL_INTERVAL) or age >= self._lease * LEASE_SHARE:
-            old = asked.answer
-            self._ask(session, request, asked)
-            if old is not None:
-                self._guard.call("release", old.release, None)
-
-    def _ask(self, session: Asker, request: str, asked: _Asked) -> None:
-        now = asked.asked_at = self._clock()
-        waited = 0.0 if asked.waiting_since is None else now - asked.waiting_since
-        wait_more = waited < self._promotion_deadline
-        wanted = tuple(to_block_key(key) for key in asked.keys)
-        self.round_trips += 1
-        asked.answer = self._guard.call(
-            "lookup", lambda: session.lookup(wanted, promote=wait_more, lease=self._lease), None
-        )
-        self._settle(request, asked, wait_more)
-        if asked.pending and asked.waiting_since is None:
-            asked.waiting_since = now
-
-    def _settle(self, request: str, asked: _Asked, wait_more: bool) -> None:
-        """Translate the states. Only the run of keys before the first miss is promoted, so only it pends."""
-        answer = asked.answer
-        if answer is None:
-            asked.results, asked.pending = dict.fromkeys(asked.keys, LookupResult.MISS), False
+        if answer is None or answer.reason:
+            self._end_run(opened, run)
             return
         leading = answer.states[: answer.prefix]
         # A block that is still cold after it was asked up had no room. While others are on their way it may
         # get some; when none is, waiting for it would be in vain.
-        coming = wait_more and KeyState.PENDING in leading
-        results = {
-            key: LookupResult.HIT if state is KeyState.HIT else LookupResult.MISS
-            for key, state in zip(asked.keys, answer.states, strict=True)
-        }
-        below = [key for key, state in zip(asked.keys, leading, strict=False) if state is not KeyState.HIT]
-        if coming:
-            results.update(dict.fromkeys(below, LookupResult.HIT_PENDING))
-            self._promoted.setdefault(request, set()).update(below)
-        elif below:
+        waits = self._waited(opened) < self._promotion_deadline
+        run.pending = waits and KeyState.PENDING in leading
+        for place, (key, state) in enumerate(zip(run.keys, answer.states, strict=True)):
+            if state is KeyState.HIT and place < answer.leased:
+                opened.results[key] = HIT
+            elif opened.results.get(key) is not HIT:
+                opened.results[key] = PENDING if run.pending and place < answer.prefix else MISS
+        for key, source in zip(run.keys, answer.sources, strict=False):
+            if source:
+                opened.sources[key] = source
+        if not run.pending and answer.leased < answer.prefix:
             self.given_up += 1
-        asked.results, asked.pending = results, coming
 
-    def _release(self, asked: _Asked) -> None:
-        if asked.answer is not None:
-            self._guard.call("release", asked.answer.release, None)
-            asked.answer = None
+    def _end_run(self, opened: _Open, run: _Run) -> None:
+        run.pending = False
+        if run.call is not None:
+            call, run.call = run.call, None
+            self._guard.call("lookup", lambda: self._pipeline.drop(call), None)
+        self.given_up += 1
+        opened.results.update((key, MISS) for key in run.keys if opened.results.get(key) is not HIT)
+
+    # -- leases ----------------------------------------------------------------------------------------
+
+    def _give_back(self, opened: _Open) -> None:
+        self._asking.pop(id(opened), None)
+        for call in (opened.call, *(run.call for run in opened.runs)):
+            if call is not None:
+                self._guard.call("lookup", partial(self._forsake, opened, call), None)
+        for answer in (opened.answer, *(run.answer for run in opened.runs)):
+            if answer is not None:
+                self._release(answer)
+        opened.call = opened.answer = None
+        opened.runs = []
+
+    def _forsake(self, opened: _Open, call: Any) -> None:
+        self._pipeline.drop(call, late=False)
+        if (answer := self._result(opened, call)) is not None:
+            self._release(answer)
+
+    def _release(self, answer: Any) -> None:
+        if answer.lease is not None:
+            self._guard.call("release", lambda: self._pipeline.release(answer), None)

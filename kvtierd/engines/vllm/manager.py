@@ -1,17 +1,17 @@
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
-"""The scheduler side: vLLM's ``OffloadingManager`` over one session with the daemon.
+"""The scheduler side: vLLM's ``OffloadingManager`` over one pipelined session with the daemon.
 
-Runs in the scheduler's thread. Every call has the client's deadline and no exception of the daemon's gets
-out; without a daemon everything is a miss and nothing is stored. Events are the daemon's to publish, so
+Runs in the scheduler's thread. A step waits for the daemon at most twice, each time at most the deadline:
+once for all lookups, once for the slots of all its loads and stores. No exception of the daemon's gets out;
+without a daemon everything is a miss and nothing is stored. Events are the daemon's to publish, so
 ``take_events`` stays empty.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -22,33 +22,28 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvtierd.engines.vllm.chain import Chain, to_block_key, to_offload_key
+from kvtierd.engines.vllm.chain import Chain
 from kvtierd.engines.vllm.guard import Guard
 from kvtierd.engines.vllm.identity import GroupShape, Identity
+from kvtierd.engines.vllm.jobs import Jobs
 from kvtierd.engines.vllm.lookups import Lookups
+from kvtierd.engines.vllm.scope import RequestScope
 from kvtierd.engines.vllm.settings import Settings
-from kvtierd.engines.vllm.transfer import NO_SLOT, PoolSpec, WorkerReport
+from kvtierd.engines.vllm.stats import Stats
+from kvtierd.engines.vllm.transfer import PoolSpec, WorkerReport
 from kvtierd.engines.vllm.versions import CacheHitSource
 from kvtierd.engines.vllm.worker import workers_of_this_process
 
 logger = logging.getLogger(__name__)
 
 STORE_RETRIES = 3
-
-
-@dataclass(slots=True)
-class _Store:
-    """A daemon job between ``prepare_store`` and its commit."""
-
-    ticket: int
-    job: Any
-    keys: tuple[bytes, ...]
-    failed: set[bytes] = field(default_factory=set)
+MISS = LookupResult.MISS
 
 
 @dataclass(slots=True)
 class _Request:
     chain: Chain
+    wish: RequestScope
     refused: int = 0
 
 
@@ -63,46 +58,54 @@ class KvtierdManager(OffloadingManager):
         settings: Settings = spec.settings
         self._guard = Guard(logger)
         self._lookups = Lookups(settings.lease, settings.promotion_deadline, self._guard)
-        self._session: Any = None
-        self._namespace = ""
-        self._ranks = 1
+        self._jobs = Jobs(self._guard)
+        self._stats = Stats()
+        self._pipeline: Any = None
         self._shapes: tuple[GroupShape, ...] = ()
-        self._tickets = itertools.count(1)
         self._requests: dict[str, _Request] = {}
-        self._stores: dict[bytes, _Store] = {}
-        self._loads: dict[str, tuple[int, Any]] = {}
-        self._orphans: dict[int, tuple[int, Callable[[], object]]] = {}
-        self._fences: dict[str, int] = {}
+        self._reset_call: Any = None
         self._reset_owed = False
+        self._missed = 0
 
-    def bind(self, session: Any, identity: Identity) -> None:
-        """Start to use a client session; it is closed at shutdown."""
-        self._session = session
-        self._namespace, self._ranks = identity.layout.namespace(), identity.layout.ranks
+    def bind(self, pipeline: Any, identity: Identity) -> None:
+        """Start to use a client's pipeline; its session is closed at shutdown."""
+        self._pipeline = pipeline
         self._shapes = identity.shapes
+        self._lookups.bind(pipeline)
+        self._jobs.bind(pipeline, identity)
+        self._stats.bind(pipeline, identity)
+
+    @property
+    def _session(self) -> Any:
+        return None if self._pipeline is None else self._pipeline.session
 
     @property
     def failures(self) -> dict[str, int]:
-        """Calls that the daemon or the connection failed, per verb."""
+        """Calls that the daemon or the connection failed, per verb, and blocks that were lost."""
         return dict(self._guard.failures)
 
-    # -- requests -----------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------
 
     def track(self, request: Any) -> None:
-        """Learn of a vLLM ``Request``: its keys, its metadata; mark its whole chain as used.
-
-        vLLM asks only beyond its own hits and never touches, so without this the root of a hot prefix would
-        age first.
-        """
-        if self._session is None:
+        """Learn of a vLLM ``Request``: its keys, its metadata, its wishes; ask the daemon for its chain."""
+        if self._pipeline is None:
             return
+        wish = RequestScope.of(request.kv_transfer_params)
         chain = Chain(request, self._shapes)
-        self._requests[request.request_id] = _Request(chain)
-        self._guard.call("touch", lambda: self._touch(chain), None)
+        self._requests[request.request_id] = _Request(chain, wish)
+        if wish.problem:
+            self._reject(request.request_id, wish.problem)
+        elif not self._reset_owed:
+            reads = not getattr(request, "skip_reading_prefix_cache", False)
+            self._lookups.begin(request.request_id, chain, wish, reads=reads)
 
-    def _touch(self, chain: Chain) -> None:
-        if keys := tuple(to_block_key(key) for key in chain.all()):
-            self._session.touch(keys)
+    def _reject(self, request: str, problem: str) -> None:
+        self._guard.report("request", f"{request}: {problem}; it is served without the cache")
+
+    def problem(self, request: str) -> str:
+        """Return why a request is served without the cache; "" when nothing is wrong with it."""
+        known = self._requests.get(request)
+        return "" if known is None else known.wish.problem or self._lookups.problem(request)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Nothing to do: :meth:`track` has what is needed."""
@@ -116,174 +119,154 @@ class KvtierdManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A scheduler step ends: answers may be asked for again, notices are read."""
         self._lookups.turn += 1
-        if self._session is not None:
-            self._guard.call("poll", self._answer_notices, None)
-            if self._reset_owed and self._session.connected:
-                self._pay_reset()
+        for request in context.preempted_req_ids:  # looked up anew when they come back
+            self._lookups.consumed(request)
+        if self._pipeline is not None:
+            self._guard.call("poll", self._poll, None)
 
-    def _answer_notices(self) -> None:
-        """Note what the daemon revoked; speak for this process only where no worker does it."""
+    def _poll(self) -> None:
+        self._pipeline.poll()
+        # Note what the daemon revoked; speak for this process only where no worker does it.
         if fence := self._session.poll():
-            self._revoked_up_to(self._session.pool_id, fence)
+            self._jobs.revoked(self._session.pool_id, fence)
             if not workers_of_this_process():
                 self._session.acknowledge()
+        if self._reset_owed:
+            self._pay_reset()
+        missed = self._pipeline.misses.total()
+        if missed != self._missed:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self._pipeline.misses.items())
+            self._guard.report("call", f"no answer to {missed - self._missed} calls (so far: {reasons})")
+            self._missed = missed
 
-    def _revoked_up_to(self, pool_id: str, fence: int) -> None:
-        self._fences = {pool_id: max(self._fences.get(pool_id, 0), fence)}
+    def fill(self) -> None:
+        """The step is built: write the slots of its loads and stores into their jobs."""
+        if self._pipeline is not None:
+            self._jobs.fill()
 
-    # -- loads --------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Send what was queued."""
+        if self._pipeline is not None:
+            self._guard.call("flush", self._pipeline.flush, None)
+
+    # -- loads -----------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say whether a block is in the pool, on its way there, or not to be had."""
-        request = self._requests.get(req_context.req_id)
-        if request is None or self._reset_owed:
-            return LookupResult.MISS
-        return self._lookups.find(self._session, req_context.req_id, request.chain, key)
+        if self._reset_owed:
+            return MISS
+        found: LookupResult = self._lookups.find(req_context.req_id, key)
+        return found
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """Host memory, or the disk when the request waited for the block to come from below."""
-        below = self._lookups.came_from_below(req_context.req_id, key)
+        below = self._lookups.source(req_context.req_id, key)
         return CacheHitSource.DISK if below else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> PoolSpec:
-        """Lease the slots. vLLM allows no failure here: a block that is gone travels on as ``NO_SLOT``."""
-        wanted = tuple(to_block_key(key) for key in keys)
-        got = self._guard.call("load", lambda: self._session.load(wanted, deadline=0.0), None)
-        self._lookups.consumed(req_context.req_id)
-        ticket = next(self._tickets)
-        slots: dict[bytes, tuple[int, int]] = {}
-        if got is not None:
-            slots = {
-                to_offload_key(key): place
-                for key, place in zip(got.keys, zip(got.slots, got.generations, strict=True), strict=True)
-            }
-            self._loads[req_context.req_id] = (ticket, got)
-        places = [slots.get(key, (NO_SLOT, 0)) for key in keys]
-        if missing := sum(slot == NO_SLOT for slot, _ in places):
-            self._guard.report("load", f"{missing} of {len(places)} blocks were gone, they are recomputed")
-        return self._spec(ticket, got.pool_id if slots else "", tuple(keys), places)
+        """Ask for the slots; vLLM allows no failure here."""
+        request = req_context.req_id
+        if self._pipeline is None:
+            return self._jobs.empty(keys)
+        known = self._requests.get(request)
+        spec = self._jobs.load(request, keys, known.wish.scope if known else None)
+        self._stats.load((key, self._lookups.source(request, key)) for key in keys)
+        self._lookups.consumed(request)
+        return spec
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """All workers have copied: end the lease."""
-        _, got = self._loads.pop(req_context.req_id, (0, None))
-        if got is not None:
-            self._guard.call("release", got.release, None)
+        self._jobs.complete(req_context.req_id, keys)
 
-    # -- stores -------------------------------------------------------------------------------------------
+    # -- stores ----------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Reserve slots for what is not there yet.
+        """Ask for slots for what is not there yet.
 
-        ``None`` makes vLLM offer the blocks again in its next step; after ``STORE_RETRIES`` refusals of a
-        request, and while the daemon is away, they are skipped for good instead.
+        While the pool has room the answer is not waited for. When it had none, ``None`` makes vLLM offer the
+        blocks again in its next step; after ``STORE_RETRIES`` refusals of a request, and while the daemon is
+        away, they are skipped for good instead.
         """
-        request = self._requests.get(req_context.req_id)
-        if self._session is None or self._reset_owed:
+        name = req_context.req_id
+        request = self._requests.get(name)
+        if self._pipeline is None or self._reset_owed or not self._session.connected or self.problem(name):
             return self._stored_nothing()
+        scope = None
         metas: tuple[Any, ...] = ()
         if request is not None:  # without metadata the block's events are placeholders
+            scope = request.wish.scope
+            keys = [key for key in keys if not request.chain.is_beyond(key, request.wish.max_tokens)]
             metas = self._guard.call("metadata", lambda: tuple(map(request.chain.meta, keys)), ())
-        wanted = tuple(to_block_key(key) for key in keys)
-        job = self._guard.call("prepare_store", lambda: self._session.prepare_store(wanted, meta=metas), None)
-        if job is None or not job.keys:
-            return self._refused(job, request)
-        given = {
-            to_offload_key(key): (slot, job.generation) for key, slot in zip(job.keys, job.slots, strict=True)
-        }
-        chosen = tuple(key for key in keys if key in given)
-        store = _Store(next(self._tickets), job, chosen)
-        self._stores.update(dict.fromkeys(chosen, store))
-        spec = self._spec(store.ticket, job.pool_id, chosen, [given[key] for key in chosen], job.job)
-        return PrepareStoreOutput(keys_to_store=list(chosen), store_spec=spec, evicted_keys=[])
+        if not keys:
+            return self._stored_nothing()
+        if self._lookups.is_resident(name, list(keys)):
+            self._jobs.offer(keys, metas, scope)
+            return self._stored_nothing()
+        transfer = self._jobs.store(name, keys, metas, scope)
+        if transfer is None:
+            return self._stored_nothing()
+        if self._jobs.crowded and not self._jobs.fill_now(transfer):
+            self._jobs.withdraw(name, transfer)
+            return self._refused(request)
+        return PrepareStoreOutput(keys_to_store=list(keys), store_spec=transfer.spec, evicted_keys=[])
 
-    def _refused(self, job: Any, request: _Request | None) -> PrepareStoreOutput | None:
-        no_room = (
-            job is not None
-            and self._session.connected
-            and any(skipped.reason not in ("resident", "pending") for skipped in job.skipped)
-        )
-        if no_room and request is not None and request.refused < STORE_RETRIES:
+    def _refused(self, request: _Request | None) -> PrepareStoreOutput | None:
+        if self._jobs.crowded and request is not None and request.refused < STORE_RETRIES:
             request.refused += 1
             return None
         return self._stored_nothing()
 
     def _stored_nothing(self) -> PrepareStoreOutput:
-        return PrepareStoreOutput(keys_to_store=[], store_spec=self._spec(0, "", (), []), evicted_keys=[])
+        return PrepareStoreOutput(keys_to_store=[], store_spec=self._jobs.empty(), evicted_keys=[])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """All workers have reported: make the blocks visible, but for those that one of them failed."""
-        stores = {store.ticket: store for key in keys if (store := self._stores.pop(key, None)) is not None}
-        for store in stores.values():
-            failed = store.keys if not success else tuple(store.failed)
-            void = tuple(to_block_key(key) for key in failed)
-            self._guard.call("commit", lambda store=store, void=void: store.job.commit(failed=void), None)
+        self._jobs.complete(req_context.req_id, keys, success=success)
 
     def note_failures(self, report: WorkerReport) -> None:
-        """Take the workers' failed keys; called before vLLM completes the jobs of the same report."""
-        for pool_id, fence in report.fences.items():
-            if pool_id == self._session.pool_id:
-                self._revoked_up_to(pool_id, fence)
-        by_ticket = {store.ticket: store for store in self._stores.values()} if report.failed else {}
-        for ticket, keys in report.failed.items():
-            self._guard.report("copy", f"{len(keys)} blocks could not be copied, they are not stored")
-            if ticket in by_ticket:
-                by_ticket[ticket].failed.update(keys)
+        """Take what the workers say beside their completions, before vLLM completes those jobs."""
+        if self._pipeline is not None:
+            self._jobs.note(report, self._session.pool_id or "")
+            self._stats.reported(report)
 
-    # -- reset and end ------------------------------------------------------------------------------------
+    # -- reset and end ---------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
         """Forget everything, in the daemon too: vLLM asks for this when the weights have changed.
 
         vLLM drops its running jobs here but its workers still end them: their slots stay reserved until
-        every worker has said so. A daemon that cannot be reached is owed the reset; until it is done there
+        every worker has said so. A daemon that has not said it is done is owed the reset; until then there
         are no hits and no stores.
         """
-        for store in {store.ticket: store for store in self._stores.values()}.values():
-            self._orphans[store.ticket] = (self._ranks, store.job.abort)
-        for ticket, got in self._loads.values():
-            self._orphans[ticket] = (self._ranks, got.release)
-        self._stores.clear()
-        self._loads.clear()
-        self._lookups.forget_all()
-        if self._session is not None:
-            self._pay_reset()
+        self._jobs.orphan_all()
+        if self._pipeline is not None:
+            self._lookups.forget_all()
+            self._reset_owed, self._reset_call = True, None
+            self._guard.call("reset", self._pay_reset, None)
+            if self._reset_call is not None:
+                self._guard.call("reset", lambda: self._pipeline.wait([self._reset_call]), None)
+                self._guard.call("reset", self._pay_reset, None)
 
     def _pay_reset(self) -> None:
-        self._reset_owed = not self._guard.call("reset", self._reset, False)
-
-    def _reset(self) -> bool:
-        # `connected` on both sides of the call: an answer given while the daemon is away means nothing.
-        epoch = self._session.epoch
-        self._session.reset()
-        return bool(self._session.connected and self._session.epoch == epoch)
+        """See to it that the daemon carries a reset out; a connection that was lost meanwhile means again."""
+        call = self._reset_call
+        if call is not None and call.done:
+            self._reset_owed, self._reset_call = bool(call.miss), None
+        if self._reset_owed and self._reset_call is None and self._session.connected:
+            self._reset_call = self._pipeline.reset()
+            self._pipeline.flush()
 
     def settle_orphans(self, report: WorkerReport) -> None:
         """End what a reset left behind as soon as every worker is done with it."""
-        for ticket, count in report.tickets.items() if self._orphans else ():
-            if ticket in self._orphans:
-                left, end = self._orphans[ticket]
-                if left > count:
-                    self._orphans[ticket] = (left - count, end)
-                else:
-                    del self._orphans[ticket]
-                    self._guard.call("abort", end, None)
+        self._jobs.settle_orphans(report)
+
+    def get_stats(self) -> Any:
+        """Return what happened since the last call, for vLLM's own metrics."""
+        return self._stats.take()
 
     def shutdown(self) -> None:
         """Say goodbye to the daemon."""
-        for request in list(self._requests):
-            self._lookups.forget(request)
-        if self._session is not None:
+        if self._pipeline is not None:
+            for request in list(self._requests):
+                self._lookups.forget(request)
             self._guard.call("close", self._session.close, None)
-
-    def _spec(
-        self,
-        ticket: int,
-        pool_id: str,
-        keys: tuple[bytes, ...],
-        places: Sequence[tuple[int, int]],
-        job: int = 0,
-    ) -> PoolSpec:
-        slots = tuple(slot for slot, _ in places)
-        generations = tuple(generation for _, generation in places)
-        fence = self._fences.get(pool_id, 0)
-        return PoolSpec(ticket, pool_id, self._namespace, fence, keys, slots, generations, job)

@@ -15,15 +15,16 @@ PREFIX = "kvtierd_"
 class Settings:
     """Every ``kvtierd_*`` key; times in seconds.
 
-    ``socket``: path of the daemon's engine socket. ``deadline``: bound of one call to the daemon, a miss
-    after it. ``promotion_deadline``: how long a request waits for blocks that come from a slower tier.
-    ``lease``: how long a hit stays pinned between lookup and load. ``tenant``, ``weights_id`` and
-    ``layout_tag`` enter the cache namespace: set ``weights_id`` when one model path holds other weights from
-    time to time.
+    ``socket``: path of the daemon's engine socket. ``deadline``: how long the engine waits for the daemon at
+    a time, a miss after it. ``attach_timeout``: the same once, while the engine starts.
+    ``promotion_deadline``: how long a request waits for blocks that come from a slower tier. ``lease``: how
+    long a hit stays pinned between lookup and load. ``tenant``, ``weights_id`` and ``layout_tag`` enter the
+    cache namespace: set ``weights_id`` when one model path holds other weights from time to time.
     """
 
     socket: str
-    deadline: float = 0.25
+    deadline: float = 0.02
+    attach_timeout: float = 5.0
     promotion_deadline: float = 5.0
     lease: float = 5.0
     tenant: str | None = None
@@ -46,7 +47,7 @@ class Settings:
             raise ConfigError(
                 "kv_connector_extra_config: kvtierd_socket is missing: the path of the daemon's engine socket"
             )
-        for name in ("deadline", "promotion_deadline", "lease"):
+        for name in ("deadline", "attach_timeout", "promotion_deadline", "lease"):
             value = given.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
                 raise ConfigError(f"kv_connector_extra_config: {PREFIX}{name} must be seconds in (0, 3600]")

@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 
 from kvtierd.client import Client, Session
 from kvtierd.core.stimuli import Role
+from kvtierd.engines.vllm import stats
 from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.manager import KvtierdManager
 from kvtierd.engines.vllm.settings import Settings
@@ -32,6 +33,7 @@ def open_session(settings: Settings, identity: Identity, role: Role) -> Session 
             dp_rank=identity.dp_rank,
             role=role,
             rank=identity.rank,
+            wait=settings.attach_timeout,
         )
     except KvtierdError as error:
         logger.error("kvtierd: the daemon refuses this engine, which runs without cache: %s", error)
@@ -45,6 +47,11 @@ class KvtierdOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         self.settings = Settings.of(self.extra_config)
         self._identity: Identity | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Describe what the manager reports beside vLLM's own metrics."""
+        return {**super().build_metric_definitions(extra_config), **stats.definitions()}
 
     def bind(self, identity: Identity) -> None:
         """Say who this process is; before :meth:`get_worker`."""

@@ -39,23 +39,26 @@ class WorkerReport(OffloadingWorkerMetadata):
     ``tickets`` counts the workers that ended a job; ``failed`` names the keys of a store that any of them
     could not copy. It arrives together with the completions, so a commit never overtakes a failure, even
     when a worker's own connection to the daemon is gone. ``fences`` is the last acknowledged revocation by
-    pool: slots that the scheduler is given from then on are newer than that.
+    pool: slots that the scheduler is given from then on are newer than that. ``recomputed`` counts engine
+    blocks that loads could not fill.
     """
 
     tickets: dict[int, int] = field(default_factory=dict)
     failed: dict[int, set[bytes]] = field(default_factory=dict)
     fences: dict[str, int] = field(default_factory=dict)
+    recomputed: int = 0
 
     def aggregate(self, other: OffloadingWorkerMetadata) -> WorkerReport:
         """Join the reports of two workers (or of two steps)."""
         joined = super().aggregate(other)
-        tickets, fences = dict(self.tickets), dict(self.fences)
+        tickets, fences, recomputed = dict(self.tickets), dict(self.fences), self.recomputed
         failed = {ticket: set(keys) for ticket, keys in self.failed.items()}
         if isinstance(other, WorkerReport):
+            recomputed += other.recomputed
             for ticket, count in other.tickets.items():
                 tickets[ticket] = tickets.get(ticket, 0) + count
             for ticket, keys in other.failed.items():
                 failed.setdefault(ticket, set()).update(keys)
             for pool_id, fence in other.fences.items():
                 fences[pool_id] = max(fences.get(pool_id, 0), fence)
-        return WorkerReport(joined.completed_jobs, joined.transfer_stats, tickets, failed, fences)
+        return WorkerReport(joined.completed_jobs, joined.transfer_stats, tickets, failed, fences, recomputed)

@@ -86,6 +86,7 @@ class KvtierdWorker(OffloadingWorker):
         self._failed_loads: set[int] = set()
         self._tickets: dict[int, int] = {}
         self._failed_keys: dict[int, set[bytes]] = {}
+        self._recomputed = 0
         self._map()
         _workers.add(self)
 
@@ -94,6 +95,9 @@ class KvtierdWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks into their slots; what cannot be copied is failed."""
         assert isinstance(dst_spec, PoolSpec)
+        if all(slot == NO_SLOT for slot in dst_spec.slots):  # the daemon had them all, or had no room
+            self._end_now(job_id, dst_spec)
+            return True
         plan = self._guard.call("store", lambda: self._plan(src_spec, dst_spec), None)
         if plan is None or not self._start(job_id, dst_spec, plan[0], self._copier.store):
             self._fail_store(dst_spec)
@@ -129,6 +133,7 @@ class KvtierdWorker(OffloadingWorker):
             self._tickets[job.ticket] = self._tickets.get(job.ticket, 0) + 1
             if bad := self._bad_blocks.pop(job.job_id, None):
                 self._load_errors |= bad
+                self._recomputed += len(bad)
                 self._failed_loads.add(job.job_id)
         if self._session is not None:
             self._guard.call("poll", self._answer_notices, None)
@@ -168,8 +173,9 @@ class KvtierdWorker(OffloadingWorker):
         """Wrap vLLM's report: ended tickets, failed keys of stores, acknowledged revocations."""
         tickets, self._tickets = self._tickets, {}
         failed, self._failed_keys = self._failed_keys, {}
+        recomputed, self._recomputed = self._recomputed, 0
         fences = {self._pool_id: self._acknowledged} if self._acknowledged else {}
-        return WorkerReport(base.completed_jobs, base.transfer_stats, tickets, failed, fences)
+        return WorkerReport(base.completed_jobs, base.transfer_stats, tickets, failed, fences, recomputed)
 
     # -- jobs ---------------------------------------------------------------------------------------------
 
@@ -242,9 +248,10 @@ class KvtierdWorker(OffloadingWorker):
         self._ended.append(_Job(job_id, spec.ticket, 0, 0.0))
 
     def _fail_store(self, spec: PoolSpec) -> None:
-        self._failed_keys.setdefault(spec.ticket, set()).update(spec.keys)
+        given = [key for key, slot in zip(spec.keys, spec.slots, strict=True) if slot != NO_SLOT]
+        self._failed_keys.setdefault(spec.ticket, set()).update(given)
         if self._session is not None:
-            keys = tuple(to_block_key(key) for key in spec.keys)
+            keys = tuple(to_block_key(key) for key in given)
             self._guard.call("fail", lambda: self._session.fail(spec.job, keys), None)
 
     # -- the mapping --------------------------------------------------------------------------------------

@@ -108,7 +108,8 @@ class _StorageTier(Section):
 
     ``ttl``: a block unused for this long leaves. ``demote``: write when a block is stored, or only when the
     pool evicts it. ``deadline``: an operation that takes longer marks the tier stalled. ``shared``: other
-    daemons write to the same place, so that unknown keys are worth a look.
+    daemons write to the same place, so that unknown keys are worth a look. ``max_load_time``: what would take
+    longer than this to load, at the pace of the tier's last reads, is a miss: computing it anew is cheaper.
     """
 
     name: Name
@@ -122,6 +123,7 @@ class _StorageTier(Section):
     ttl: Duration | None = None
     demote: Literal["on_store", "on_evict"] = "on_store"
     shared: bool = False
+    max_load_time: Duration | None = None
 
 
 class FsTier(_StorageTier):

@@ -111,6 +111,9 @@ def _check_secondary(ladder: Ladder, tier: SecondaryTier) -> None:
         _require(
             pinned or tier.used + tier.writing <= capacity, f"{tier.name}: over its capacity of {capacity}"
         )
+    reads = [op for op in ladder.stack.operations.values() if op.kind == "read" and op.tier is tier]
+    reading = sum(node.block.payload_bytes for op in reads for node in op.nodes)
+    _require(reading == tier.loading.reading, f"{tier.name}: {reading} bytes are read, not as counted")
     _check_queues(ladder, tier)
     for block_id in tier.deletes:
         _require(tier.blocks.get(block_id) is None, f"{tier.name}: a block is there while it is deleted")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
 from kvtierd.core.model import BlockId, KeyState, Scope, block_ids
 from kvtierd.core.probing import Probing
-from kvtierd.core.promotion import Promotion
+from kvtierd.core.promotion import Promotion, Readable
 from kvtierd.core.residency import Node, State
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Lease, Session, Sessions
@@ -57,9 +57,9 @@ class Loads:
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
         scope = self._sources(request.scope)
-        cold: list[str] = []
+        below = self.promotion.readable(scope)
         fresh: list[Node] = []
-        states = self._states(space, ids, scope, cold, fresh)
+        states = self._states(space, ids, below, fresh)
         if request.touch:
             self._stack.touch(ids)
         if request.promote and self.probing:
@@ -75,7 +75,7 @@ class Loads:
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
             for node in nodes:
                 self.promotion.claim(node)
-        self._count(states, cold, fresh)
+        self._count(states, below, fresh)
         self._stack.answer(
             session.number,
             LookedUp(
@@ -104,39 +104,44 @@ class Loads:
         """Start promotions of the leading loadable keys and answer at once."""
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
-        states = self._states(space, ids, None, [], [])
+        states = self._states(space, ids, self.promotion.readable(None), [])
         count = self._promote(space, ids, _until(states, MISS), states, None)
         self._stack.answer(session.number, Done(id=request.id, count=count))
 
     def _states(
-        self,
-        space: PoolSpace,
-        ids: Iterable[BlockId],
-        scope: tuple[str, ...] | None,
-        cold: list[str],
-        fresh: list[Node],
+        self, space: PoolSpace, ids: Iterable[BlockId], below: Sequence[Readable], fresh: list[Node]
     ) -> list[KeyState]:
-        """Return each block's state; the hottest loop of the daemon.
+        """Return each block's state; the hottest loop of the daemon, so it calls next to nothing.
 
-        ``cold`` gets the tier of each COLD block, ``fresh`` the HITs that were promoted and not used yet.
+        ``below`` counts what each tier has of them, ``fresh`` gets the HITs that were promoted and not used
+        yet.
         """
-        find, source = space.blocks.nodes.get, self.promotion.source
+        find, sizes = space.blocks.nodes.get, space.geometry.payload_bytes
         states = []
         for block_id in ids:
             node = find(block_id)
+            state = MISS
             if node is None:
-                tier = source(space, block_id, scope)
-                if tier is None:
-                    states.append(MISS)
-                else:
-                    states.append(COLD)
-                    cold.append(tier.name)
+                for place in below:
+                    held = place.find(block_id)
+                    if held is None or held.state is not RESIDENT:
+                        continue
+                    size = held.block.payload_bytes
+                    if size != sizes[block_id[1][1]]:
+                        continue
+                    if place.room >= size:
+                        place.room -= size
+                        place.cold += 1
+                        state = COLD
+                        break
+                    place.tier.counters["declined_slow"] += 1
             elif node.state is RESIDENT:
-                states.append(HIT)
+                state = HIT
                 if node.source:
                     fresh.append(node)
-            else:
-                states.append(PENDING if node.state is LOADING else MISS)
+            elif node.state is LOADING:
+                state = PENDING
+            states.append(state)
         return states
 
     def _probe(self, ids: Sequence[BlockId], states: list[KeyState], scope: tuple[str, ...] | None) -> None:
@@ -176,20 +181,22 @@ class Loads:
         self.promotion.flush()
         return count
 
-    def _count(self, states: list[KeyState], cold: Iterable[str], fresh: Sequence[Node]) -> None:
+    def _count(self, states: list[KeyState], below: Iterable[Readable], fresh: Sequence[Node]) -> None:
         """Count what was found where, once for each question: while a block is PENDING it is asked again.
 
         A promoted block counts for the tier that it came from, at its first use.
         """
         counters = self._stack.primary.counters
-        if PENDING in states:
+        counts = Counter(map(id, states))  # by identity: an enum's members are slow to compare and to hash
+        if counts[id(PENDING)]:
             counters["lookup_unsettled"] += len(states)
             return
         counters["lookup_blocks"] += len(states)
-        counters["lookup_misses"] += states.count(MISS)
-        counters["lookup_hits"] += states.count(HIT) - len(fresh)
-        for name in cold:
-            self._stack.by_name[name].counters["lookup_hits"] += 1
+        counters["lookup_misses"] += counts[id(MISS)]
+        counters["lookup_hits"] += counts[id(HIT)] - len(fresh)
+        for place in below:
+            if place.cold:
+                place.tier.counters["lookup_hits"] += place.cold
         for node in fresh:  # no source any more: the request names the key twice
             tier = self._stack.by_name.get(node.source, self._stack.primary)
             tier.counters["lookup_hits"] += 1

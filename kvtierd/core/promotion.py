@@ -8,6 +8,7 @@ a load that needs more goes on in waves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvtierd.core.effects import BlockAt, Read
 from kvtierd.core.model import BlockId, Departure
@@ -18,6 +19,19 @@ from kvtierd.core.tier import PoolSpace, SecondaryTier
 
 GRACE = 5.0
 SHARE = 0.5
+
+
+@dataclass(slots=True)
+class Readable:
+    """A tier that may be read now: its index, and how many bytes it gives before a hit takes too long.
+
+    ``cold``: how many blocks a lookup found there.
+    """
+
+    tier: SecondaryTier
+    find: Callable[[BlockId], Node | None]
+    room: float
+    cold: int = 0
 
 
 class Promotion:
@@ -33,6 +47,15 @@ class Promotion:
         self.grace: dict[Node, float] = {}
         """Promoted blocks that are pinned until they are read, or until the time given."""
 
+    def readable(self, tiers: tuple[str, ...] | None) -> list[Readable]:
+        """Return the secondaries (of those named) that may be read now, in the order of the stack."""
+        now = self._stack.now
+        return [
+            Readable(tier, tier.blocks.nodes.get, tier.loading.room(now))
+            for tier in self._stack.secondaries
+            if (tiers is None or tier.name in tiers) and tier.gate.may_read(now)
+        ]
+
     def source(
         self, space: PoolSpace, block_id: BlockId, tiers: tuple[str, ...] | None
     ) -> SecondaryTier | None:
@@ -43,9 +66,13 @@ class Promotion:
             node = tier.resident(block_id)
             if node is None or not tier.gate.may_read(self._stack.now):
                 continue
-            if node.block.payload_bytes == space.geometry.payload_bytes[block_id.key.group]:
+            size = node.block.payload_bytes
+            if size != space.geometry.payload_bytes[block_id.key.group]:
+                tier.counters["wrong_size"] += 1
+            elif tier.loading.room(self._stack.now) < size:
+                tier.counters["declined_slow"] += 1
+            else:
                 return tier
-            tier.counters["wrong_size"] += 1
         return None
 
     def full(self, space: PoolSpace) -> bool:
@@ -71,6 +98,7 @@ class Promotion:
             return None
         node.slot = slot
         space.promoting += 1
+        tier.loading.started(node.block.payload_bytes, self._stack.now)
         tier.blocks.touch(below)
         tier.used_at(block_id, self._stack.now)
         self._batches.setdefault(tier.name, []).append((node, below))
@@ -93,6 +121,10 @@ class Promotion:
         answered = any(outcome.status is not Status.FAILED for outcome in outcomes)
         fault = next((outcome.reason for outcome in outcomes), "") or "reads fail"
         tier.gate.reads.ended(self._stack.now, None if answered else fault)
+        asked = sum(node.block.payload_bytes for node in operation.nodes)
+        good = (outcome.status is Status.OK for outcome in outcomes)
+        came = sum(node.block.payload_bytes for node, ok in zip(operation.nodes, good, strict=True) if ok)
+        tier.loading.ended(asked, came, self._stack.now)
         corrupt: list[Node] = []
         for node, below, outcome in zip(operation.nodes, operation.sources, outcomes, strict=True):
             below.pins -= 1

@@ -108,6 +108,7 @@ def _secondary(tier: SecondaryTier, primary: PrimaryTier) -> dict[str, Any]:
         "condition": tier.gate.condition,
         "reason": tier.gate.reason,
         "last_fault": tier.last_fault,
+        "read_bytes_per_second": round(tier.loading.rate),
         "undeletable_bytes": tier.stuck_bytes,
         "skipped": {why: tier.counters[f"cascade_dropped_{why}"] for why in CASCADE_SKIPS},
         "counters": dict(tier.counters),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvtierd.core.gate import Gate
 from kvtierd.core.geometry import Geometry
 from kvtierd.core.model import Block, BlockId, Departure, EventKind, Layout, Locality, Medium, TierEvent
+from kvtierd.core.pace import ReadPace
 from kvtierd.core.policies.base import Policy
 from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.slots import Arena, ExtentMap
@@ -25,7 +26,7 @@ class TierSpec:
 
     ``estimate`` gives the bytes that a block will occupy; ``budget`` bounds bytes in flight to the tier;
     ``ttl`` in seconds; ``on_evict``: written when the pool evicts a block, not when one is stored;
-    ``shared``: other daemons write there too.
+    ``shared``: other daemons write there too. ``max_load_time``: a hit that would take more seconds is none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class TierSpec:
     ttl: float | None = None
     on_evict: bool = False
     shared: bool = False
+    max_load_time: float | None = None
 
 
 class Tier:
@@ -171,6 +173,7 @@ class SecondaryTier(Tier):
         self.deletes: dict[BlockId, int] = {}
         """Bytes of blocks whose deletion is in flight: no other operation may name them."""
         self.gate = Gate(spec.budget)
+        self.loading = ReadPace(spec.max_load_time)
         self.retried: set[BlockId] = set()
         """Blocks whose write failed once; the next failure is the last."""
         self.leaving: dict[str, set[BlockId]] = {}

@@ -32,6 +32,7 @@ from kvtierd.core.stimuli import (
     Stalled,
     Status,
     Touch,
+    Usable,
 )
 from kvtierd.testing.consumer import ReferenceConsumer, residencies
 from kvtierd.testing.rig import LAYOUT, LadderRig, fs_spec, key, meta
@@ -96,6 +97,8 @@ class LadderMachine(RuleBasedStateMachine):
         self.other = 0
         """The other tenant's session; 0: not attached."""
         self.sessions = itertools.count(1)
+        self.to_find: dict[str, list[list[FoundBlock]]] = {}
+        """By tier: what a scan that is under way has not come across yet."""
 
     @initialize(
         slots=st.integers(2, 12),
@@ -104,12 +107,13 @@ class LadderMachine(RuleBasedStateMachine):
         ttl=st.none() | st.just(50.0),
         on_evict=st.booleans(),
         shared=st.booleans(),
+        bound=st.none() | st.just(1.0),
     )
-    def start(self, slots, disk, lake, ttl, on_evict, shared):
+    def start(self, slots, disk, lake, ttl, on_evict, shared, bound):
         self.slots = slots
         self.specs = [
             fs_spec("disk", disk, budget=3 * UNIT, ttl=ttl, on_evict=on_evict),
-            fs_spec("lake", lake, shared=shared),
+            fs_spec("lake", lake, shared=shared, max_load_time=bound),
         ]
         self.rig = LadderRig(slots, self.specs)
         self.wire = Wire()
@@ -376,12 +380,34 @@ class LadderMachine(RuleBasedStateMachine):
         self.rig.storage = old.storage
         for spec in self.specs:
             blocks = [FoundBlock(block, block.payload_bytes) for block in old.storage[spec.name].values()]
-            half = len(blocks) // 2
-            self.rig.feed(Found(spec.name, blocks[half:]))
-            self.rig.feed(Found(spec.name, blocks[:half], last=True))
+            self.to_find[spec.name] = [blocks[start : start + 3] for start in range(0, len(blocks), 3)]
         for leftovers in (self.jobs, self.leases, self.loads, self.zombies):
             leftovers.clear()
         self.worker, self.other = None, 0
+
+    @precondition(lambda self: self.to_find)
+    @rule(data=st.data(), parts=st.integers(1, 3))
+    def scan_on(self, data, parts):
+        """A tier's scan comes across the next blocks, or to its end."""
+        tier = data.draw(st.sampled_from(sorted(self.to_find)))
+        for _ in range(parts):
+            if self.to_find[tier]:
+                self.rig.feed(Found(tier, self.to_find[tier].pop(0)))
+        if not self.to_find[tier]:
+            del self.to_find[tier]
+            self.rig.feed(Found(tier, (), last=True))
+
+    def scan_all(self):
+        for tier, parts in self.to_find.items():
+            for part in parts:
+                self.rig.feed(Found(tier, part))
+            self.rig.feed(Found(tier, (), last=True))
+        self.to_find.clear()
+
+    @rule(tier=st.sampled_from(["disk", "lake"]), reason=st.sampled_from(["", "no permission"]))
+    def outage(self, tier, reason):
+        """A tier's storage cannot be used at all, or can again."""
+        self.rig.feed(Usable(tier, reason, stalled=bool(reason)))
 
     # -- what must hold -----------------------------------------------------------------------------
 
@@ -391,10 +417,14 @@ class LadderMachine(RuleBasedStateMachine):
             return
         self.collect()
         validate(self.rig.ladder)
-        assert self.rig.folded() == self.inventory()
         self.wire.publish(self.rig.events[self.published :])
         self.published = len(self.rig.events)
-        assert self.wire.live.resident == self.truth()
+        if self.to_find:  # a scan's blocks are hits at once and told of, root first, at its end
+            assert self.rig.folded() <= self.inventory()
+            assert self.wire.live.resident <= self.truth()
+        else:
+            assert self.rig.folded() == self.inventory()
+            assert self.wire.live.resident == self.truth()
         if not self.rig.held:
             self.quiet()
 
@@ -411,7 +441,8 @@ class LadderMachine(RuleBasedStateMachine):
     @rule()
     def join_late(self):
         self.sound()
-        assert self.wire.late_joiner().resident == self.truth()
+        joined = self.wire.late_joiner().resident
+        assert joined <= self.truth() if self.to_find else joined == self.truth()
 
     def quiet(self):
         rig = self.rig
@@ -427,6 +458,9 @@ class LadderMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "rig"):
             self.let_go(reverse=False)
+            for spec in self.specs:
+                self.rig.feed(Usable(spec.name))
+            self.scan_all()
             self.sound()
             self.everybody_goes()
 

@@ -71,6 +71,7 @@ def make_spec(tier: StorageTier, backend: Backend, pool_bytes: int) -> TierSpec:
         budget=max(1, min(tier.inflight_bytes, pool_bytes // 2)),
         estimate=backend.estimate,
         ttl=tier.ttl,
+        max_load_time=tier.max_load_time,
         on_evict=tier.demote == "on_evict",
         shared=tier.shared and isinstance(backend, Probing),
     )

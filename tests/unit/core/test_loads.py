@@ -1,8 +1,11 @@
 """Loads: contiguous prefixes, promotion, failures that never become other bytes, leases."""
 
-from kvtierd.core.effects import Loaded, Read
-from kvtierd.core.model import BlockId, KeyState
-from kvtierd.core.stimuli import Load, Prefetch, Status
+import time
+
+from kvtierd.core.effects import Loaded, LookedUp, Read
+from kvtierd.core.geometry import UNIT
+from kvtierd.core.model import Block, BlockId, KeyState
+from kvtierd.core.stimuli import Found, FoundBlock, Load, Lookup, Prefetch, Status
 from kvtierd.testing.rig import LAYOUT, fs_spec, key, meta
 
 
@@ -279,3 +282,25 @@ def test_a_lookup_that_touches_keeps_its_blocks_from_being_the_next_victims(rigg
     rig.lookup(1, touch=True)
     rig.store(3, chain=False)
     assert rig.lookup(1, 2).states == (KeyState.HIT, KeyState.MISS)
+
+
+def test_ten_thousand_keys_of_two_hundred_thousand_blocks_are_looked_up_in_no_time(rigged):
+    """L80: whoever asks next waits for a few milliseconds, not for a hundredth of a second per tier."""
+    rig = rigged(4, [fs_spec("disk"), fs_spec("lake")], scanned=False)
+    namespace = LAYOUT.namespace()
+    for start in range(0, 200_000, 512):
+        part = [
+            FoundBlock(Block(BlockId(namespace, key(n)), UNIT), UNIT)
+            for n in range(start, min(start + 512, 200_000))
+        ]
+        rig.feed(Found("lake", part))
+    keys = tuple(key(n) for n in range(0, 200_000, 20))
+    took = []
+    for _ in range(5):
+        begin = time.thread_time()
+        number = rig.ask(Lookup, keys=keys)
+        took.append(time.thread_time() - begin)
+        assert rig.answer(number, LookedUp).prefix == 10_000
+    assert min(took) < 0.02, took
+    rig.feed(Found("disk", (), last=True))
+    rig.feed(Found("lake", (), last=True))

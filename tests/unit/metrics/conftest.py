@@ -13,7 +13,13 @@ TIER_FILE = {
     "pool": {"bytes": "64MiB"},
     "tiers": [
         {"name": "cpu", "type": "cpu"},
-        {"name": "disk", "type": "fs", "path": "/var/cache/kvtierd", "max_bytes": "1GiB", "locality": "LOCAL"},
+        {
+            "name": "disk",
+            "type": "fs",
+            "path": "/var/cache/kvtierd",
+            "max_bytes": "1GiB",
+            "locality": "LOCAL",
+        },
         {"name": "bucket", "type": "object", "url": "memory://b"},
     ],
     "events": {

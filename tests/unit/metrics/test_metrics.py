@@ -72,7 +72,9 @@ def test_labels_are_as_declared_and_no_series_comes_twice(fresh):
         assert all(len(labels) == len(family.labels) for labels in rows), family.series
 
 
-@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0", "garbage;;;q=x", "*/*"])
+@pytest.mark.parametrize(
+    "accept", ["", "application/openmetrics-text; version=1.0.0", "garbage;;;q=x", "*/*"]
+)
 def test_every_accept_header_gets_a_format_that_it_can_read(fresh, accept):
     content_type, body = Exporter(lambda: fresh).render(accept)
     assert body.decode().endswith("# EOF\n") == ("openmetrics" in content_type)

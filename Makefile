@@ -64,6 +64,13 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 	.venvs/deploy/bin/python $(PIP) -r $<
 	@touch $@
 
+# Schemas of the Prometheus operator exist for Node alone; without npm their test is skipped.
+.venvs/node/$(STAMP): Makefile
+	@mkdir -p .venvs/node
+	if command -v npm >/dev/null; then \
+	  npm install --silent --no-fund --no-audit --prefix .venvs/node @kubernetes-models/prometheus-operator@6.0.0; fi
+	@touch $@
+
 demo: $(VENV)/$(STAMP)-run
 	@$(BIN)/kvtierd demo $(ARGS)
 
@@ -86,7 +93,7 @@ engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP)
 router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest -m router
 
-deploy: $(VENV)/$(STAMP)-test .venvs/deploy/$(STAMP)
+deploy: $(VENV)/$(STAMP)-test .venvs/deploy/$(STAMP) .venvs/node/$(STAMP)
 	$(BIN)/pytest tests/deploy
 
 # Completions, man pages, the tier file's JSON Schema; a test holds them against the code.
@@ -98,7 +105,7 @@ manifests:
 	@{ sed -n '1,/^---$$/p' deploy/kubernetes/pod.yaml; kubectl kustomize deploy/kubernetes/overlays/minimal; } > pod.yaml.new
 	@mv pod.yaml.new deploy/kubernetes/pod.yaml
 
-test: lint .venvs/deploy/$(STAMP) .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
+test: lint .venvs/deploy/$(STAMP) .venvs/node/$(STAMP) .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest
 
 bench: $(VENV)/$(STAMP)-run

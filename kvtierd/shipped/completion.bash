@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_kvtierd_events_subparsers=(tail watch)
-_shtab_kvtierd_bench_subparsers=(rpc tiers)
+_shtab_kvtierd_bench_subparsers=(rpc tiers events)
 _shtab_kvtierd_subparsers=(serve check schema status inventory gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve_option_strings=(-h --help --config --log-level --paranoid)
@@ -23,6 +23,7 @@ _shtab_kvtierd_replay_option_strings=(-h --help --tiers --policy --block-bytes -
 _shtab_kvtierd_demo_option_strings=(-h --help --seconds --requests --seed --json)
 _shtab_kvtierd_bench_rpc_option_strings=(-h --help --socket --keys --seconds --json)
 _shtab_kvtierd_bench_tiers_option_strings=(-h --help --path --url --endpoint --region --block-bytes --total --rounds --io --cold --json)
+_shtab_kvtierd_bench_events_option_strings=(-h --help --part --rate --seconds --blocks --past --json)
 _shtab_kvtierd_bench_option_strings=(-h --help)
 _shtab_kvtierd_completion_option_strings=(-h --help)
 _shtab_kvtierd_version_option_strings=(-h --help --json)
@@ -33,7 +34,8 @@ _shtab_kvtierd_option_strings=(-h --help -V --version)
 _shtab_kvtierd_serve___log_level_choices=(debug info warning error)
 _shtab_kvtierd_events_pos_0_choices=(tail watch)
 _shtab_kvtierd_bench_tiers___io_choices=(auto direct buffered)
-_shtab_kvtierd_bench_pos_0_choices=(rpc tiers)
+_shtab_kvtierd_bench_events___part_choices=(forms latency stall snapshot catch-up)
+_shtab_kvtierd_bench_pos_0_choices=(rpc tiers events)
 _shtab_kvtierd_completion_pos_0_choices=(bash zsh)
 _shtab_kvtierd_pos_0_choices=(serve check schema status inventory gc verify events replay demo bench completion version)
 
@@ -87,6 +89,9 @@ _shtab_kvtierd_bench_tiers__h_nargs=0
 _shtab_kvtierd_bench_tiers___help_nargs=0
 _shtab_kvtierd_bench_tiers___cold_nargs=0
 _shtab_kvtierd_bench_tiers___json_nargs=0
+_shtab_kvtierd_bench_events__h_nargs=0
+_shtab_kvtierd_bench_events___help_nargs=0
+_shtab_kvtierd_bench_events___json_nargs=0
 _shtab_kvtierd_bench_pos_0_nargs=A...
 _shtab_kvtierd_bench__h_nargs=0
 _shtab_kvtierd_bench___help_nargs=0

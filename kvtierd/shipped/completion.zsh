@@ -29,6 +29,7 @@ _shtab_kvtierd_commands() {
 
 _shtab_kvtierd_bench_commands() {
   local _commands=(
+    events:'Measure: bytes and events a second of each form; the time from publishing to a subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine'"'"'s commit to it; what a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.'
     rpc:'Time lookups of a few keys, and in turns with them a bare echo of equally long frames between two processes over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; on a named one nothing is stored, so that its keys are misses.'
     tiers:'Store and load blocks through a tier'"'"'s own workers, and in turns with that move the same bytes by memcpy, by plain sequential file access in the same folder (as dd does) and, for an object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is up to --io.'
   )
@@ -57,6 +58,19 @@ _shtab_kvtierd_bench_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_bench_defaults_added=0
+
+_shtab_kvtierd_bench_events_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "*--part[measure this only (repeat for more\; default\: all)]:part:(forms latency stall snapshot catch-up)"
+  "--rate[batches a second (default\: 1000)]:rate:"
+  "--seconds[of each timed part (default\: 4)]:seconds:"
+  "--blocks[resident for the replays (default\: 1000000)]:blocks:"
+  "--past[batches before the catch-up (default\: 10000000)]:past:"
+  "--json[print one JSON object]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_bench_events_defaults_added=0
 
 _shtab_kvtierd_bench_rpc_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -303,6 +317,7 @@ _shtab_kvtierd_bench() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_kvtierd_bench-$line[1]:"
       case $line[1] in
+        events) _arguments -C -s $_shtab_kvtierd_bench_events_options ;;
         rpc) _arguments -C -s $_shtab_kvtierd_bench_rpc_options ;;
         tiers) _arguments -C -s $_shtab_kvtierd_bench_tiers_options ;;
       esac

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from kvtierd.core.holdings import Holdings
 from kvtierd.core.ladder import Ladder
+from kvtierd.core.model import Departure
 from kvtierd.core.residency import Link, Node, ResidentSet, State
 from kvtierd.core.sessions import Job, Lease
 from kvtierd.core.tier import PoolSpace, SecondaryTier
@@ -25,6 +26,7 @@ def validate(ladder: Ladder) -> None:
     """
     _check_units(ladder)
     _check_holdings(ladder)
+    _check_counters(ladder)
     pins = _expected_pins(ladder)
     for space in ladder.stack.primary.spaces.values():
         _check_set(space.blocks)
@@ -41,6 +43,22 @@ def _check_holdings(ladder: Ladder) -> None:
     for held in holdings:
         counted = Counter(one.session for one in held.values())
         _require(held.counts == counted, f"jobs or leases by session: {counted}, counted {held.counts}")
+
+
+def _check_counters(ladder: Ladder) -> None:
+    """Hits and misses add up; what came into the pool left it for a reason that was counted, or is there."""
+    stack = ladder.stack
+    counters = stack.primary.counters
+    for tier in stack.tiers:
+        negative = [name for name, value in tier.counters.items() if value < 0]
+        _require(not negative, f"tier {tier.name}: counters below 0: {negative}")
+    hits = sum(tier.counters["lookup_hits"] for tier in stack.tiers)
+    asked, misses = counters["lookup_blocks"], counters["lookup_misses"]
+    _require(asked == hits + misses, f"{asked} keys looked up, {hits} hits and {misses} misses")
+    left = sum(counters[f"left_{why.value}"] for why in Departure)
+    here = sum(node.state is State.RESIDENT for node in stack.primary.nodes())
+    _require(left == counters["removed"], f"{left} departures counted, {counters['removed']} announced")
+    _require(counters["stored"] == left + here, f"{counters['stored']} stored, {left} left, {here} here")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -12,6 +12,7 @@ import zmq
 from kvtierd.edges.addresses import cannot_bind
 from kvtierd.edges.curve import CurveKeys
 from kvtierd.edges.replay import ReplayServer, Since
+from kvtierd.edges.subscribers import Subscribers
 from kvtierd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Outlet:
         self.dropped = 0
         self._topic = plan.topic.encode()
         self._pub: zmq.Socket[bytes] | None = None
+        self._subscribers: Subscribers | None = None
         self._replay: ReplayServer | None = None
 
     def open(
@@ -55,12 +57,19 @@ class Outlet:
             ConfigError: it cannot be connected to.
         """
         plan = self.plan
+        self._pub = context.socket(zmq.PUB)
+        self._subscribers = Subscribers(loop, context, self._pub)
         if plan.bind is not None:
-            self._pub = self._attach(context, zmq.PUB, "bind", plan.bind)
+            self._attach(self._pub, "bind", plan.bind)
         elif plan.connect is not None:
-            self._pub = self._attach(context, zmq.PUB, "connect", plan.connect)
+            self._attach(self._pub, "connect", plan.connect)
         if plan.replay is not None:
-            router = self._attach(context, zmq.ROUTER, "replay", plan.replay)
+            router = context.socket(zmq.ROUTER)
+            try:
+                self._attach(router, "replay", plan.replay)
+            except BaseException:
+                router.close(linger=0)
+                raise
             self._replay = ReplayServer(loop, router, self._topic, since)
 
     def send(self, number: bytes, payload: bytes) -> None:
@@ -74,7 +83,11 @@ class Outlet:
 
     def statistics(self) -> dict[str, int]:
         """Return counters since the start."""
-        return {"dropped": self.dropped, **(self._replay.statistics() if self._replay is not None else {})}
+        return {
+            "dropped": self.dropped,
+            "subscribers": 0 if self._subscribers is None else len(self._subscribers),
+            **(self._replay.statistics() if self._replay is not None else {}),
+        }
 
     async def finish(self, grace: float, linger: float) -> None:
         """Let running replays end within ``grace`` seconds."""
@@ -89,19 +102,18 @@ class Outlet:
 
     def close(self, linger: float) -> None:
         """Close the PUB socket; what is queued gets ``linger`` seconds, while the context ends."""
+        if self._subscribers is not None:
+            self._subscribers.close()
         if self._pub is not None:
             self._pub.close(linger=max(0, int(linger * 1000)))
             self._pub = None
 
-    def _attach(
-        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, key: str, endpoint: str
-    ) -> zmq.Socket[bytes]:
-        socket = context.socket(kind)
+    def _attach(self, socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, PUB_MAX_MESSAGE)
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
-        if kind == zmq.ROUTER:
+        if key == "replay":
             ReplayServer.configure(socket)
         else:
             socket.setsockopt(zmq.SNDHWM, self.plan.hwm)
@@ -118,4 +130,3 @@ class Outlet:
         finally:
             os.umask(before)
         self.endpoints[key] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return socket

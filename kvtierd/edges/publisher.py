@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +90,9 @@ class Publisher:
         self._sent_at = 0.0
         self._rank = plan.view.rank or 0
         self._last_number: int | None = None
-        self._counts = dict.fromkeys(
-            ("batches", "events", "foreign_events", "bytes", "heartbeats", "renumbered"), 0
-        )
+        self._counts = dict.fromkeys(("batches", "foreign_events", "bytes", "heartbeats", "renumbered"), 0)
+        self._told: Counter[tuple[str, str]] = Counter()
+        """Events by medium and kind."""
 
     def start(self, loop: asyncio.AbstractEventLoop, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Open the outlets and start the heartbeat; to be called in the loop's thread.
@@ -142,6 +143,10 @@ class Publisher:
         log = self._log.statistics()
         return {
             **self._counts,
+            "events": self._told.total(),
+            "told": self._told_by_medium(),
+            "waiting": len(self._held),
+            "snapshots": log.snapshots,
             "sequence": self._last_number,
             "sequence_degraded": self._sequence.degraded,
             "announced": len(self._projection),
@@ -154,6 +159,12 @@ class Publisher:
             "folded_batches": log.folded,
             "tombstones": log.tombstones,
             "tombstones_forgotten": log.forgotten,
+        }
+
+    def _told_by_medium(self) -> dict[str, dict[str, int]]:
+        media = sorted({medium for medium, _ in self._told})
+        return {
+            medium: {kind: self._told[medium, kind] for kind in ("stored", "removed")} for medium in media
         }
 
     async def finish(self, grace: float, linger: float) -> None:
@@ -234,7 +245,9 @@ class Publisher:
         for outlet in self.outlets:
             outlet.send(frame, payload)
         self._counts["batches"] += 1
-        self._counts["events"] += sum(change.told for change in changes)
+        for change in changes:
+            if change.told:
+                self._told[change.key.medium, "removed" if change.block is None else "stored"] += 1
         self._counts["bytes"] += len(payload)
         if self._sequence.low and (self._extending is None or self._extending.done()):
             self._extending = self._loop.run_in_executor(None, self._sequence.extend)

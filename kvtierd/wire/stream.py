@@ -92,6 +92,8 @@ class LogStatistics:
     resident: int
     tombstones: int
     forgotten: int
+    snapshots: int
+    """Replays that began before the ring."""
 
 
 class StreamLog:
@@ -116,6 +118,7 @@ class StreamLog:
         self._ring_cost = 0
         self._missing = missing
         self._base = _Base(max_tombstones)
+        self._snapshots = 0
         self._first = 0  # the next batch's number, where none is in the ring
 
     def begin(self, first: int) -> None:
@@ -174,7 +177,10 @@ class StreamLog:
         ring = list(self._ring)
         tail = ((entry.sequence, entry.payload) for entry in ring if entry.sequence >= start)
         begin = ring[0].sequence if ring else self._first
-        return tail if start >= begin else chain(self._before_ring(start, begin), tail)
+        if start >= begin:
+            return tail
+        self._snapshots += 1
+        return chain(self._before_ring(start, begin), tail)
 
     def statistics(self) -> LogStatistics:
         """Return a snapshot of the counters."""
@@ -186,6 +192,7 @@ class StreamLog:
             resident=base.resident,
             tombstones=len(base.gone),
             forgotten=base.forgotten,
+            snapshots=self._snapshots,
         )
 
     def _encode(self, ts: float, rank: int, changes: Sequence[Change]) -> bytes:

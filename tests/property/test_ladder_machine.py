@@ -118,6 +118,7 @@ class LadderMachine(RuleBasedStateMachine):
         self.rig = LadderRig(slots, self.specs)
         self.wire = Wire()
         self.published = 0
+        self.counted = {}
 
     # -- the engine ---------------------------------------------------------------------------------
 
@@ -377,6 +378,7 @@ class LadderMachine(RuleBasedStateMachine):
         self.rig = LadderRig(self.slots, self.specs, scanned=False)
         self.wire = Wire()
         self.published = 0
+        self.counted = {}
         self.rig.storage = old.storage
         for spec in self.specs:
             blocks = [FoundBlock(block, block.payload_bytes) for block in old.storage[spec.name].values()]
@@ -417,6 +419,7 @@ class LadderMachine(RuleBasedStateMachine):
             return
         self.collect()
         validate(self.rig.ladder)
+        self.counters_never_fall()
         self.wire.publish(self.rig.events[self.published :])
         self.published = len(self.rig.events)
         if self.to_find:  # a scan's blocks are hits at once and told of, root first, at its end
@@ -427,6 +430,16 @@ class LadderMachine(RuleBasedStateMachine):
             assert self.wire.live.resident == self.truth()
         if not self.rig.held:
             self.quiet()
+
+    def counters_never_fall(self):
+        """L134: whatever tiers answer; a fall would be a reset to a scraper."""
+        now = {
+            (tier.name, name): value
+            for tier in self.rig.ladder.stack.tiers
+            for name, value in tier.counters.items()
+        }
+        assert all(now.get(name, 0) >= value for name, value in self.counted.items())
+        self.counted = now
 
     def truth(self):
         return residencies(self.entries())

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 CASCADE_SKIPS = ("slow", "queue_full", "evicted", "no_room", "failed")
 """Why a secondary did not get a block that was meant for it."""
+DECLINED = {"slow": "declined_slow", "wrong_size": "wrong_size"}
+"""Why a block that a secondary has was not read from there."""
 PROMOTION_REFUSALS = ("over_budget", "no_room")
 GIVEN_UP = ("jobs_revoked", "leases_revoked", "load_deadline", "promotions_unread")
 """What ended without the word of its holder, or in vain."""
@@ -110,6 +112,7 @@ def _secondary(tier: SecondaryTier, primary: PrimaryTier) -> dict[str, Any]:
         "last_fault": tier.last_fault,
         "read_bytes_per_second": round(tier.loading.rate),
         "undeletable_bytes": tier.stuck_bytes,
+        "declined": {why: tier.counters[name] for why, name in DECLINED.items()},
         "skipped": {why: tier.counters[f"cascade_dropped_{why}"] for why in CASCADE_SKIPS},
         "counters": dict(tier.counters),
     }

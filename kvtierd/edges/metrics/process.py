@@ -39,6 +39,10 @@ def _state(figures: Figures) -> Iterable[Reading]:
         yield (state,), float(figures.status.get("state") == state)
 
 
+def _hanging(figures: Figures) -> Iterable[Reading]:
+    yield (), float(len(figures.part("hanging")))
+
+
 def _of(part: str, names: Iterable[str]) -> Read:
     wanted = tuple(names)
 
@@ -71,6 +75,19 @@ FAMILIES = (
     histogram("turn_seconds", "Seconds that a turn of the core took.", (), _turns),
     gauge("turn_age_seconds", "Seconds since the last turn ended.", (), scalar("turn_age_seconds")),
     histogram("loop_lag_seconds", "Seconds that a timer of the event loop came late.", (), _lag),
+    counter(
+        "loop_stalls",
+        "Times that the event loop stood for a second or more.",
+        (),
+        scalar("watch", "loop_stalls"),
+    ),
+    gauge(
+        "loop_longest_stall_seconds",
+        "The longest time that the event loop stood.",
+        (),
+        scalar("watch", "loop_longest_stall_seconds"),
+    ),
+    gauge("hanging", "Things outside the loop that make no progress (tiers, the stream).", (), _hanging),
     counter("log_records", "Log records at warning or above.", ("level",), _of("log.records", LEVELS)),
     counter(
         "log_suppressed",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvtierd.core.model import Departure, SkipReason
-from kvtierd.core.statistics import CASCADE_SKIPS, GIVEN_UP, PROMOTION_REFUSALS
+from kvtierd.core.statistics import CASCADE_SKIPS, DECLINED, GIVEN_UP, PROMOTION_REFUSALS
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.metrics.family import (
     Family,
@@ -36,7 +36,6 @@ ERROR_KINDS = (
     "refused",
     "stalled",
     "undeletable",
-    "wrong_size",
 )
 
 
@@ -102,6 +101,12 @@ def _skipped(figures: Figures) -> Iterable[Reading]:
             yield (tier, why), number(report.get("skipped", {}).get(why))
 
 
+def _declined(figures: Figures) -> Iterable[Reading]:
+    for tier, report in _secondaries(figures):
+        for why in DECLINED:
+            yield (tier, why), number(report.get("declined", {}).get(why))
+
+
 def _mover(name: str, operations: Iterable[str] = OPERATIONS) -> Read:
     """Return a reader of one figure of every kind of operation of every tier below the pool."""
     wanted = tuple(operations)
@@ -138,7 +143,6 @@ def _errors(figures: Figures) -> Iterable[Reading]:
             "refused": sum(kind.get("refused", 0) for kind in kinds.values()),
             "stalled": mover.get("stalls", {}).get("total", 0),
             "undeletable": counters.get("undeletable", 0),
-            "wrong_size": counters.get("wrong_size", 0),
         }
         for kind in ERROR_KINDS:
             yield (tier, kind), number(errors[kind])
@@ -211,6 +215,12 @@ FAMILIES = (
         "Blocks that were to be stored and were not, by reason.",
         ("tier", "reason"),
         _skipped,
+    ),
+    counter(
+        "tier_declined_blocks",
+        "Blocks that a tier has and that were not read from there, by reason.",
+        ("tier", "reason"),
+        _declined,
     ),
     gauge("tier_queued_blocks", "Blocks that wait to be written.", ("tier",), _below("wanted")),
     gauge(

@@ -27,7 +27,10 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "__init__",
         "on_new_request",
         "update_connector_output",
+        "build_connector_meta",
         "build_connector_worker_meta",
+        "request_finished",
+        "request_finished_all_groups",
         "connector_scheduler",
         "connector_worker",
     ),
@@ -137,6 +140,9 @@ NAMES: tuple[str, ...] = (
     "vllm/v1/metrics/cache_hit_source:CacheHitSource",
     "vllm/v1/kv_offload/base:LoadStoreSpec",
     "vllm/v1/kv_offload/base:OffloadKey",
+    "vllm/v1/kv_offload/base:OffloadingCounterMetadata",
+    "vllm/v1/kv_offload/base:OffloadingGaugeMetadata",
+    f"{_OFFLOADING}/metrics:OffloadingConnectorStats",
     "vllm/_custom_ops:swap_blocks_batch",
 )
 """Functions by signature, other names by being there."""

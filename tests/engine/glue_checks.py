@@ -11,13 +11,16 @@ import traceback
 
 import glue_lookup_checks
 import glue_scheduler_checks
+import glue_stream_checks
 import glue_worker_checks
+
+from kvtierd.engines.vllm import worker
 
 
 def run():
     """Run every check; ``None`` for a kept promise, else the traceback."""
     results = {}
-    for module in (glue_lookup_checks, glue_scheduler_checks, glue_worker_checks):
+    for module in (glue_lookup_checks, glue_scheduler_checks, glue_stream_checks, glue_worker_checks):
         for name, check in vars(module).items():
             if name.startswith("check_"):
                 try:
@@ -25,6 +28,8 @@ def run():
                     results[name] = None
                 except Exception:
                     results[name] = traceback.format_exc()
+                for left in list(worker._workers):  # they would speak for the next check's process
+                    left.shutdown()
     return results
 
 

@@ -100,7 +100,7 @@ def step(made):
     made.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
 
 
-def worker(session, who=None, *, blocks=8, tensors=2, groups=1, chunk=1):
+def worker(session, who=None, *, blocks=8, tensors=2, groups=1, chunk=1, copier=None):
     caches = [
         torch.randint(-128, 127, (blocks, PAGE), dtype=torch.int8, generator=torch.Generator().manual_seed(t))
         for t in range(tensors)
@@ -108,7 +108,7 @@ def worker(session, who=None, *, blocks=8, tensors=2, groups=1, chunk=1):
     refs = [[CanonicalKVCacheRef(t, PAGE) for t in range(tensors)] for _ in range(groups)]
     canonical = CanonicalKVCaches([CanonicalKVCacheTensor(c, PAGE) for c in caches], refs)
     who = who or identity(groups=groups, chunk=chunk)
-    made = KvtierdWorker(session, who, canonical, chunk)
+    made = KvtierdWorker(session, who, canonical, chunk, copier)
     return made, caches
 
 

@@ -13,7 +13,12 @@ from .conftest import find_older
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180)]
 
-MODULES = ("glue_lookup_checks.py", "glue_scheduler_checks.py", "glue_worker_checks.py")
+MODULES = (
+    "glue_lookup_checks.py",
+    "glue_scheduler_checks.py",
+    "glue_stream_checks.py",
+    "glue_worker_checks.py",
+)
 
 
 def promises() -> list[str]:

@@ -31,7 +31,10 @@ class Piece:
 
 
 class Copier(Protocol):
-    """Copies jobs. ``later``: they may still run when the call returns, and end in :meth:`finished`."""
+    """Copies jobs. ``later``: they may still run when the call returns, and end in :meth:`finished`.
+
+    A call that raises has copied nothing and will not.
+    """
 
     later: bool
 
@@ -44,14 +47,17 @@ class Copier(Protocol):
     def load(self, job: int, pieces: Sequence[Piece]) -> None:
         """Start the copy from the pool into the KV tensors."""
 
-    def finished(self) -> Sequence[tuple[int, float]]:
-        """The jobs that ended since the last call, with the seconds that each took."""
+    def finished(self) -> Sequence[tuple[int, float, bool]]:
+        """The jobs that ended since the last call: the seconds that each took, and whether it copied all."""
 
     def wait(self, job: int) -> None:
         """Block until this job has ended."""
 
     def unmap(self) -> None:
-        """Wait for running copies and let go of the mapping."""
+        """Let go of the mapping as soon as no copy uses it."""
+
+    def close(self) -> None:
+        """Wait for running copies and let go of everything."""
 
 
 class HostCopier:
@@ -78,7 +84,7 @@ class HostCopier:
             rows, index = self._rows(piece)
             piece.tensor.numpy()[piece.blocks, : piece.nbytes] = rows[index]
 
-    def finished(self) -> Sequence[tuple[int, float]]:
+    def finished(self) -> Sequence[tuple[int, float, bool]]:
         """Nothing is ever in flight."""
         return ()
 
@@ -88,6 +94,10 @@ class HostCopier:
     def unmap(self) -> None:
         """Drop the view."""
         self._pool = np.empty(0, np.int8)
+
+    def close(self) -> None:
+        """Drop the view."""
+        self.unmap()
 
     def _rows(self, piece: Piece) -> tuple[Any, Any]:
         """View the pool as one row per unit (rows overlap), and the piece's row numbers in it.
@@ -107,15 +117,10 @@ class HostCopier:
 
 
 def copier_for(device: torch.device) -> Copier:
-    """Return the copier of a device: CUDA (and what torch calls so) or host memory.
-
-    Raises:
-        ValueError: a device that the glue has no copier for.
-    """
+    """Return the copier of a device: host memory, or one with streams."""
     if device.type == "cpu":
         return HostCopier()
-    if device.type == "cuda":
-        from kvtierd.engines.vllm.cuda import CudaCopier
+    from kvtierd.engines.vllm.cuda import TorchAccelerator
+    from kvtierd.engines.vllm.streams import StreamCopier
 
-        return CudaCopier(device)
-    raise ValueError(f"kvtierd cannot copy KV cache on a {device.type!r} device")
+    return StreamCopier(TorchAccelerator(device))

@@ -1,121 +1,91 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-call"
-"""Copies between CUDA KV tensors and the pool.
+"""A CUDA (or ROCm, or other torch) device as the copies see it.
 
-NOT RUN YET: written from vLLM's source, exercised by no test. Each direction has its own side stream; a job
-waits for the compute stream at its submission, so that it sees what was computed and overwrites nothing
-that is still being read, and ends with an event that is polled: no host synchronisation in a step.
+Needs torch only; where vLLM's operators are loaded, its batched copy is used. ``tests/gpu/run_on_gpu.py``
+runs it on a real device; the order of streams and events is tested with a device that is none.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from vllm import _custom_ops as ops
-
-from kvtierd.engines.vllm.copies import Piece
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Running:
-    job: int
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    descriptors: tuple[torch.Tensor, ...]
+class TorchAccelerator:
+    """A device that torch has streams and events for; pins host memory only where it is CUDA."""
 
-
-class CudaCopier:
-    """Batched asynchronous copies with vLLM's ``swap_blocks_batch``."""
-
-    later = True
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, batched: bool = True) -> None:
         self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._running: deque[_Running] = deque()
-        self._pool: torch.Tensor | None = None
-        self._registered = 0
+        self._module: Any = torch.get_device_module(device)
+        self._batched = batched
 
-    def map(self, pool: memoryview) -> None:
-        """Register the mapping with CUDA, best effort: without it copies still work, only slower."""
-        # torch.frombuffer(mmap) does not hold the mapping; the memoryview's export does.
-        self._pool = torch.frombuffer(pool, dtype=torch.int8)
-        address = self._pool.data_ptr()
-        result = torch.cuda.cudart().cudaHostRegister(address, self._pool.numel(), 0)
-        if int(result) == 0:
-            self._registered = address
-        else:
-            logger.warning("kvtierd: cudaHostRegister failed (%s): copies use pageable memory", result)
+    def stream(self) -> Any:
+        """Make a side stream."""
+        return self._module.Stream(self._device)
 
-    def store(self, job: int, pieces: Sequence[Piece]) -> None:
-        """Start device to host."""
-        self._submit(job, pieces, self._out, to_pool=True)
+    def event(self) -> Any:
+        """Make an event with timing."""
+        return self._module.Event(enable_timing=True)
 
-    def load(self, job: int, pieces: Sequence[Piece]) -> None:
-        """Start host to device."""
-        self._submit(job, pieces, self._in, to_pool=False)
+    def current_stream(self) -> Any:
+        """Return the stream that the engine computes on."""
+        return self._module.current_stream(self._device)
 
-    def finished(self) -> Sequence[tuple[int, float]]:
-        """Poll the end events. Both streams' jobs share one queue, looked through as a whole."""
-        done = [running for running in self._running if running.end.query()]
-        for running in done:
-            self._running.remove(running)
-        return [(running.job, running.start.elapsed_time(running.end) * 1e-3) for running in done]
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Give the stream what is called meanwhile."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
 
-    def wait(self, job: int) -> None:
-        """Synchronise with one job's end."""
-        for running in self._running:
-            if running.job == job:
-                running.end.synchronize()
+    @cached_property
+    def batch(self) -> Callable[..., None] | None:
+        """Return vLLM's batched copy: one driver call for a whole job on CUDA 12.8 and later."""
+        operators = getattr(torch.ops, "_C_cache_ops", None)
+        if not self._batched or self._device.type != "cuda":
+            return None
+        try:
+            operator = operators.swap_blocks_batch  # type: ignore[union-attr]
+        except AttributeError:  # vLLM's operators are not loaded, or have none of that name
+            logger.warning("kvtierd: no swap_blocks_batch in this vLLM: blocks are copied one by one")
+            return None
 
-    def unmap(self) -> None:
-        """Drain both streams before the memory may go."""
-        self._out.synchronize()
-        self._in.synchronize()
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
-            self._registered = 0
-        self._pool = None
+        def call(source: Any, target: Any, sizes: Any, *, is_src_access_order_any: bool) -> None:
+            operator(source, target, sizes, is_src_access_order_any)
 
-    def _submit(self, job: int, pieces: Sequence[Piece], stream: torch.cuda.Stream, *, to_pool: bool) -> None:
-        device, host, sizes = self._descriptors(pieces)
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            start.record(stream)
-            source, target = (device, host) if to_pool else (host, device)
-            # Reads out of stream order are allowed only where nothing on the GPU writes the source.
-            ops.swap_blocks_batch(source, target, sizes, is_src_access_order_any=not to_pool)
-            end.record(stream)
-        self._running.append(_Running(job, start, end, (device, host, sizes)))
+        return call
 
-    def _descriptors(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Addresses and sizes of all copies of a job, as int64 CPU tensors.
+    def register(self, address: int, nbytes: int) -> str:
+        """Pin host memory with the CUDA runtime that torch uses."""
+        runtime = _runtime() if self._device.type == "cuda" else None
+        if runtime is None:
+            return f"no CUDA runtime for a {self._device.type} device"
+        with self._module.device(self._device):
+            code = runtime.cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0)
+            if code:
+                runtime.cudaGetLastError()  # otherwise the next kernel's launch reports this error
+        return "" if code == 0 else f"cudaHostRegister says {code}"
 
-        Raises:
-            ValueError: a piece would reach outside the mapping.
-        """
-        assert self._pool is not None
-        base, limit = self._pool.data_ptr(), self._pool.numel()
-        device: list[Any] = []
-        host: list[Any] = []
-        sizes: list[Any] = []
-        for piece in pieces:
-            if piece.offsets.min() < 0 or piece.offsets.max() + piece.nbytes > limit:
-                raise ValueError(f"slots reach outside the pool of {limit} bytes")
-            device.append(piece.tensor.data_ptr() + piece.blocks * piece.tensor.stride(0))
-            host.append(base + piece.offsets)
-            sizes.append(np.full(len(piece.blocks), piece.nbytes, np.int64))
-        return (
-            torch.from_numpy(np.concatenate(device)),
-            torch.from_numpy(np.concatenate(host)),
-            torch.from_numpy(np.concatenate(sizes)),
-        )
+    def unregister(self, address: int) -> None:
+        """End a registration."""
+        runtime = _runtime()
+        if runtime is not None:
+            with self._module.device(self._device):
+                if runtime.cudaHostUnregister(ctypes.c_void_p(address)):
+                    runtime.cudaGetLastError()
+
+
+def _runtime() -> Any:
+    """Return the CUDA runtime library of this process, ``None`` when there is none."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.rpartition(" ")[2]
+        if "/libcudart" in path:
+            return ctypes.CDLL(path)
+    return None

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,16 @@ def workers_of_this_process() -> int:
 
 @dataclass(slots=True)
 class _Job:
-    """One of vLLM's transfers on its way; ``size`` in bytes, ``seconds`` once it is known."""
+    """One of vLLM's transfers on its way; ``size`` in bytes, ``seconds`` once it is known.
+
+    ``fail`` says what did not become of it.
+    """
 
     job_id: int
     ticket: int
     size: int
     seconds: float | None
+    fail: Callable[[], None]
 
 
 class KvtierdWorker(OffloadingWorker):
@@ -95,13 +100,12 @@ class KvtierdWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks into their slots; what cannot be copied is failed."""
         assert isinstance(dst_spec, PoolSpec)
+        job = _Job(job_id, dst_spec.ticket, 0, 0.0, partial(self._fail_store, dst_spec))
         if all(slot == NO_SLOT for slot in dst_spec.slots):  # the daemon had them all, or had no room
-            self._end_now(job_id, dst_spec)
+            self._ended.append(job)
             return True
         plan = self._guard.call("store", lambda: self._plan(src_spec, dst_spec), None)
-        if plan is None or not self._start(job_id, dst_spec, plan[0], self._copier.store):
-            self._fail_store(dst_spec)
-            self._end_now(job_id, dst_spec)
+        self._start(job, None if plan is None else plan[0], self._copier.store)
         return True
 
     def submit_load(
@@ -113,20 +117,22 @@ class KvtierdWorker(OffloadingWorker):
         that changes nothing.
         """
         assert isinstance(src_spec, PoolSpec)
+        whole = {int(block) for block in dst_spec.block_ids}
+        job = _Job(job_id, src_spec.ticket, 0, 0.0, partial(self._bad_blocks.__setitem__, job_id, whole))
         plan = self._guard.call("load", lambda: self._plan(dst_spec, src_spec), None)
-        if plan is None or not self._start(job_id, src_spec, plan[0], self._copier.load):
-            self._bad_blocks[job_id] = {int(block) for block in dst_spec.block_ids}
-            self._end_now(job_id, src_spec)
-        elif plan[1]:
+        if plan is not None and plan[1]:
             self._bad_blocks[job_id] = plan[1]
+        self._start(job, None if plan is None else plan[0], self._copier.load)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Report ended transfers, always as a success."""
-        nothing: Sequence[tuple[int, float]] = ()
-        for job_id, seconds in self._guard.call("copy", self._copier.finished, nothing):
+        nothing: Sequence[tuple[int, float, bool]] = ()
+        for job_id, seconds, ok in self._guard.call("copy", self._copier.finished, nothing):
             job = self._running.pop(job_id)
             job.seconds = seconds
+            if not ok:
+                job.fail()
             self._ended.append(job)
         ended, self._ended = self._ended, []
         for job in ended:
@@ -147,7 +153,7 @@ class KvtierdWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """End copies, let go of the pool, say goodbye."""
         _workers.discard(self)
-        self._guard.call("unmap", self._copier.unmap, None)
+        self._guard.call("unmap", self._copier.close, None)
         if self._session is not None:
             self._guard.call("close", self._session.close, None)
 
@@ -222,30 +228,25 @@ class KvtierdWorker(OffloadingWorker):
                 yield Piece(self._tensors[tensor], nbytes, blocks[mask], slots[mask] * UNIT + offset)
 
     def _start(
-        self,
-        job_id: int,
-        spec: PoolSpec,
-        pieces: Sequence[Piece],
-        copy: Callable[[int, Sequence[Piece]], None],
-    ) -> bool:
+        self, job: _Job, pieces: Sequence[Piece] | None, copy: Callable[[int, Sequence[Piece]], None]
+    ) -> None:
+        """Begin a job's copies. Without pieces it has ended at once; ``None``: it is not for this mapping."""
         began = time.monotonic()
 
         def do() -> bool:
-            copy(job_id, pieces)
-            return True
+            if pieces:
+                copy(job.job_id, pieces)
+            return pieces is not None
 
-        if pieces and not self._guard.call("copy", do, False):
-            return False
-        size = sum(piece.nbytes * len(piece.blocks) for piece in pieces)
-        job = _Job(job_id, spec.ticket, size, time.monotonic() - began)
-        if pieces and self._copier.later:
-            self._running[job_id] = job
-        else:
-            self._ended.append(job)
-        return True
-
-    def _end_now(self, job_id: int, spec: PoolSpec) -> None:
-        self._ended.append(_Job(job_id, spec.ticket, 0, 0.0))
+        if not self._guard.call("copy", do, False):
+            job.fail()
+        elif pieces:
+            job.size = sum(piece.nbytes * len(piece.blocks) for piece in pieces)
+            job.seconds = time.monotonic() - began
+            if self._copier.later:
+                self._running[job.job_id] = job
+                return
+        self._ended.append(job)
 
     def _fail_store(self, spec: PoolSpec) -> None:
         given = [key for key, slot in zip(spec.keys, spec.slots, strict=True) if slot != NO_SLOT]

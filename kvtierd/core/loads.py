@@ -64,10 +64,11 @@ class Loads:
             self._stack.touch(ids)
         if request.promote and self.probing:
             self._probe(ids, states, scope)
+        counted = self._count(states, below, fresh)
         prefix = _until(states, MISS)
         sources: list[str] = []
         if request.promote:
-            self._promote(space, ids, prefix, states, scope)
+            self._promote(space, ids, prefix, states, scope, counted=counted)
             if PENDING in states:
                 sources = [_source(space.blocks.nodes.get(block_id)) for block_id in ids[:prefix]]
         lease, nodes = None, self._held(space, ids, states, request) if request.lease is not None else []
@@ -75,7 +76,6 @@ class Loads:
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
             for node in nodes:
                 self.promotion.claim(node)
-        self._count(states, below, fresh)
         self._stack.answer(
             session.number,
             LookedUp(
@@ -160,6 +160,8 @@ class Loads:
         prefix: int,
         states: list[KeyState],
         scope: tuple[str, ...] | None,
+        *,
+        counted: bool = False,
     ) -> int:
         # The room for one of these blocks must not cost another, not even a later one: it is told as a HIT.
         held = [
@@ -172,25 +174,29 @@ class Loads:
             if states[index] is COLD:
                 if space.blocks.get(block_id) is None:  # a request may name a key twice
                     tier = self.promotion.source(space, block_id, scope)
-                    if tier is None or self.promotion.start(space, block_id, tier) is None:
+                    node = None if tier is None else self.promotion.start(space, block_id, tier)
+                    if node is None:
                         break
                     count += 1
+                    if counted:
+                        self.promotion.counted.add(node)
                 states[index] = PENDING
         for node in held:
             space.unpin(node)
         self.promotion.flush()
         return count
 
-    def _count(self, states: list[KeyState], below: Iterable[Readable], fresh: Sequence[Node]) -> None:
-        """Count what was found where, once for each question: while a block is PENDING it is asked again.
+    def _count(self, states: list[KeyState], below: Iterable[Readable], fresh: Sequence[Node]) -> bool:
+        """Count what was found where, once for each question; whether it is one.
 
-        A promoted block counts for the tier that it came from, at its first use.
+        Who asks while a block is PENDING asks again, and so does who asks for what was promoted for a lookup.
+        A promoted block counts for the tier that it came from, and for that one only.
         """
         counters = self._stack.primary.counters
         counts = Counter(map(id, states))  # by identity: an enum's members are slow to compare and to hash
-        if counts[id(PENDING)]:
-            counters["lookup_unsettled"] += len(states)
-            return
+        if counts[id(PENDING)] or any(node in self.promotion.counted for node in fresh):
+            counters["lookup_repeats"] += len(states)
+            return False
         counters["lookup_blocks"] += len(states)
         counters["lookup_misses"] += counts[id(MISS)]
         counters["lookup_hits"] += counts[id(HIT)] - len(fresh)
@@ -201,6 +207,7 @@ class Loads:
             tier = self._stack.by_name.get(node.source, self._stack.primary)
             tier.counters["lookup_hits"] += 1
             node.source = ""
+        return True
 
     # -- load ---------------------------------------------------------------------------------------
 

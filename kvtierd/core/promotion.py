@@ -46,6 +46,8 @@ class Promotion:
         self._batches: dict[str, list[tuple[Node, Node]]] = {}
         self.grace: dict[Node, float] = {}
         """Promoted blocks that are pinned until they are read, or until the time given."""
+        self.counted: set[Node] = set()
+        """Blocks whose hit was counted when a lookup began their promotion: who asks next asks again."""
 
     def readable(self, tiers: tuple[str, ...] | None) -> list[Readable]:
         """Return the secondaries (of those named) that may be read now, in the order of the stack."""
@@ -143,14 +145,21 @@ class Promotion:
                 return
         elif not node.gone:
             primary.abandon(node)
+        self._settle_count(node)
         primary.space_of(node).promoting -= 1
         primary.unpin(node)
 
     def claim(self, node: Node) -> None:
         """End a promoted block's grace: it is being read, and pinned by the reader."""
         if self.grace.pop(node, None) is not None:
+            self._settle_count(node)
             self._stack.primary.space_of(node).promoting -= 1
             self._stack.primary.unpin(node)
+
+    def _settle_count(self, node: Node) -> None:
+        if node in self.counted:
+            self.counted.discard(node)
+            node.source = ""
 
     def expire(self) -> None:
         """End the grace of what nobody read in time."""

@@ -28,7 +28,7 @@ def collect(ladder: Ladder) -> dict[str, Any]:
     counters = stack.primary.counters
     return {
         "tiers": _tiers(stack),
-        "lookups": {name: counters[f"lookup_{name}"] for name in ("blocks", "misses", "unsettled")},
+        "lookups": {name: counters[f"lookup_{name}"] for name in ("blocks", "misses", "repeats")},
         "promotions_refused": {why: counters[f"promotion_{why}"] for why in PROMOTION_REFUSALS},
         "given_up": {name: counters[name] for name in GIVEN_UP},
         "layouts": [_space(namespace, space) for namespace, space in stack.primary.spaces.items()],

@@ -196,13 +196,13 @@ FAMILIES = (
     gauge("tier_blocks", "Resident blocks.", ("tier",), _field("blocks")),
     counter(
         "tier_hits",
-        "Keys that settled lookups found in a tier first; a promoted block counts where it came from, once.",
+        "Keys that lookups found in a tier first; a promoted block counts where it came from, once.",
         ("tier",),
         _field("hits"),
     ),
     counter(
         "tier_misses",
-        "Keys that settled lookups found neither in a tier nor in those above it.",
+        "Keys that lookups found neither in a tier nor in those above it.",
         ("tier",),
         _field("misses"),
     ),
@@ -263,18 +263,16 @@ FAMILIES = (
     ),
     counter(
         "lookup_blocks",
-        "Keys of settled lookups; the tiers' hits and the misses add up to it.",
+        "Keys that lookups asked for; the tiers' hits and the misses add up to it.",
         (),
         scalar("lookups", "blocks"),
     ),
+    counter("lookup_missed_blocks", "Keys that lookups found nowhere.", (), scalar("lookups", "misses")),
     counter(
-        "lookup_missed_blocks", "Keys that settled lookups found nowhere.", (), scalar("lookups", "misses")
-    ),
-    counter(
-        "lookup_unsettled_blocks",
-        "Keys of lookups that have to be asked again, as a promotion or probe is under way.",
+        "lookup_repeated_blocks",
+        "Keys of lookups that only asked again, while or after a promotion or probe; counted nowhere else.",
         (),
-        scalar("lookups", "unsettled"),
+        scalar("lookups", "repeats"),
     ),
     counter(
         "given_up",

@@ -8,7 +8,7 @@ STAMP  := .stamp
 PIP    := -m pip install --quiet --disable-pip-version-check
 LIMITS := tests/requirements/constraints.txt
 
-.PHONY: demo test lint unit object engine router deploy bench manifests generated clean help
+.PHONY: demo test lint unit object engine router deploy soak bench manifests generated clean help
 
 help:
 	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
@@ -20,6 +20,7 @@ help:
 	@echo "make engine  the real vLLM engine's tests (CPU build, Python 3.11, 2 GB of packages)"
 	@echo "make router  the real routers' tests (NVIDIA Dynamo's indexer and vLLM's router)"
 	@echo "make deploy  the deployment files: linters, schemas, and where the tools are a built image in a pod of sandboxes"
+	@echo "make soak    half an hour of everything that may happen at once (KVTIERD_SOAK_SECONDS: other than 1800)"
 	@echo "make bench   round trip of the engine socket beside a bare echo"
 	@echo "make clean   remove the virtual environments"
 
@@ -107,6 +108,9 @@ manifests:
 
 test: lint .venvs/deploy/$(STAMP) .venvs/node/$(STAMP) .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest
+
+soak: $(VENV)/$(STAMP)-test
+	KVTIERD_SOAK_SECONDS=$${KVTIERD_SOAK_SECONDS:-1800} $(BIN)/pytest -m soak -p no:randomly
 
 bench: $(VENV)/$(STAMP)-run
 	$(BIN)/kvtierd bench rpc

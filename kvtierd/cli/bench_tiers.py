@@ -22,7 +22,7 @@ from kvtierd.cli import bench_copies as copies
 from kvtierd.cli.bench_copies import Arena, RawClient, Timing, timed
 from kvtierd.config.schema import FsTier, ObjectTier, StorageTier
 from kvtierd.core.effects import BlockAt, Delete, Read, Write
-from kvtierd.core.model import Block, BlockId, BlockKey
+from kvtierd.core.model import Block, BlockId, block_key
 from kvtierd.core.stimuli import Finished, Status
 from kvtierd.edges.backends.base import Backend
 from kvtierd.edges.backends.factory import make_backend
@@ -99,7 +99,7 @@ class Bench:
             deadline=tier.deadline,
         )
         self._blocks = [
-            Block(BlockId(NAMESPACE, BlockKey(hashlib.sha256(b"%d" % i).digest())), arena.block_bytes)
+            Block(BlockId(NAMESPACE, block_key(hashlib.sha256(b"%d" % i).digest())), arena.block_bytes)
             for i in range(arena.count)
         ]
 

@@ -17,7 +17,7 @@ from typing import Any
 from kvtierd.cli.demo_view import Frame, Gauge, Ink, LiveView, PlainView, Rate, SilentView, human_bytes
 from kvtierd.client import Client
 from kvtierd.core.effects import InventoryEntry
-from kvtierd.core.model import Group, Layout
+from kvtierd.core.model import Group, Layout, hash_of
 from kvtierd.errors import ExitCode, Unavailable
 from kvtierd.testing.consumer import ReferenceConsumer, residencies
 from kvtierd.testing.fake_engine import FakeEngine, Tally
@@ -239,7 +239,7 @@ def _gauge(tier: dict[str, Any]) -> Gauge:
 def find_faults(tally: Tally, tiers: list[Difference]) -> Iterator[str]:
     """Yield in words each reason why a run is no success."""
     if tally.mismatches:
-        first = tally.mismatches[0].hash.hex()
+        first = hash_of(tally.mismatches[0]).hex()
         yield f"{len(tally.mismatches)} loaded blocks held wrong bytes, the first is {first}"
     for tier in tiers:
         if not tier.equal:

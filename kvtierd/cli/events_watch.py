@@ -148,7 +148,7 @@ def _known(consumer: ReferenceConsumer, audience: dict[str, Any]) -> set[Residen
 
 def _expected(client: Client, label: str) -> set[Residency]:
     """Return what this audience should know, by the daemon's inventory."""
-    from kvtierd.core.model import event_hash
+    from kvtierd.core.model import event_hash, group_of
     from kvtierd.testing.consumer import Residency
 
     status = client.status()
@@ -166,7 +166,7 @@ def _expected(client: Client, label: str) -> set[Residency]:
                     continue
                 locality = places[entry.tier] if audience["form"] == "map" else None
                 for event in entry.hashes or (event_hash(entry.key),):
-                    found.add(Residency(event, entry.key.group, medium, locality, rank))
+                    found.add(Residency(event, group_of(entry.key), medium, locality, rank))
     return found
 
 

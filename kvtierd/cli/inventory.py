@@ -69,17 +69,17 @@ def _chosen(page: SurveyPage, namespace: str, model: str) -> Iterator[SurveyEntr
 
 
 def _block(entry: SurveyEntry, *, as_json: bool) -> str:
+    from kvtierd.core.model import group_of, hash_of
+
+    name, group = hash_of(entry.key).hex(), group_of(entry.key)
     if not as_json:
-        return (
-            f"{entry.tier} {entry.namespace} {entry.key.hash.hex()}.{entry.key.group} {entry.bytes}"
-            f" {entry.dp_rank}"
-        )
+        return f"{entry.tier} {entry.namespace} {name}.{group} {entry.bytes} {entry.dp_rank}"
     return json.dumps(
         {
             "tier": entry.tier,
             "namespace": entry.namespace,
-            "hash": entry.key.hash.hex(),
-            "group": entry.key.group,
+            "hash": name,
+            "group": group,
             "bytes": entry.bytes,
             "dp_rank": entry.dp_rank,
         }

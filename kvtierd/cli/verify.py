@@ -151,15 +151,17 @@ def _total(backend: Backend | FsUpkeep) -> int:
 
 
 def _printer(tier: str, *, as_json: bool) -> Callable[[Outcome], None]:
+    from kvtierd.core.model import group_of, hash_of
+
     def show(outcome: Outcome) -> None:
         namespace, key = outcome.id
         reason, place = _reason(outcome)
         status = outcome.status.value
         if as_json:
-            where = {"tier": tier, "namespace": namespace, "hash": key.hash.hex(), "group": key.group}
+            where = {"tier": tier, "namespace": namespace, "hash": hash_of(key).hex(), "group": group_of(key)}
             print(json.dumps({**where, "status": status, "reason": reason, "place": place}))
         else:
-            name = place or f"{namespace}/{key.hash.hex() or 'unknown'}.{key.group}"
+            name = place or f"{namespace}/{hash_of(key).hex() or 'unknown'}.{group_of(key)}"
             print(f"{tier}: {status} {shortened(text(name))}: {text(reason)}")
 
     return show
@@ -167,9 +169,11 @@ def _printer(tier: str, *, as_json: bool) -> Callable[[Outcome], None]:
 
 def _reason(outcome: Outcome) -> tuple[str, str | None]:
     """Return what is wrong, in words that many blocks share, and the block's place if they carry it."""
+    from kvtierd.core.model import hash_of
+
     reason = outcome.reason or outcome.status.value
     both = _REASON.fullmatch(reason)
-    return (both["reason"], both["place"]) if both and not outcome.id.key.hash else (reason, None)
+    return (both["reason"], both["place"]) if both and not hash_of(outcome.id.key) else (reason, None)
 
 
 def json_lines(reports: Sequence[Report]) -> Iterator[str]:

@@ -7,7 +7,18 @@ stored. Standard library and msgspec only.
 from kvtierd.client.asynchronous import AsyncClient, AsyncJob, AsyncLoaded, AsyncLookup, AsyncSession
 from kvtierd.client.blocking import Client, Job, Loaded, Lookup, Session
 from kvtierd.core.effects import InventoryEntry, Skipped
-from kvtierd.core.model import BlockKey, BlockMeta, Group, KeyState, Layout, Scope, SkipReason
+from kvtierd.core.model import (
+    BlockKey,
+    BlockMeta,
+    Group,
+    KeyState,
+    Layout,
+    Scope,
+    SkipReason,
+    block_key,
+    group_of,
+    hash_of,
+)
 from kvtierd.core.stimuli import Role
 from kvtierd.errors import RequestRefused, Unavailable
 
@@ -34,4 +45,7 @@ __all__ = [
     "SkipReason",
     "Skipped",
     "Unavailable",
+    "block_key",
+    "group_of",
+    "hash_of",
 ]

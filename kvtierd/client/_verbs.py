@@ -15,7 +15,7 @@ from kvtierd.client._link import STALE, Miss, Verb
 from kvtierd.client._mapping import Region
 from kvtierd.core import effects, stimuli
 from kvtierd.core.effects import InventoryEntry, Skipped
-from kvtierd.core.model import BlockKey, BlockMeta, KeyState, Layout, Scope, SkipReason
+from kvtierd.core.model import BlockKey, BlockMeta, KeyState, Layout, Scope, SkipReason, group_of
 from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
 
 T = TypeVar("T")
@@ -24,7 +24,6 @@ L = TypeVar("L", bound="LoadData")
 F = TypeVar("F", bound="LookupData")
 
 Flow: TypeAlias = Generator[Verb[Any], Any, T]
-KeyLike: TypeAlias = BlockKey | tuple[bytes, int]
 
 _PAGE = 4096
 
@@ -90,7 +89,8 @@ class SlotData:
             return ()
         sizes = self.region.attached.payload_bytes
         return tuple(
-            self.region.slot(slot, sizes[key.group]) for key, slot in zip(self.keys, self.slots, strict=True)
+            self.region.slot(slot, sizes[group_of(key)])
+            for key, slot in zip(self.keys, self.slots, strict=True)
         )
 
 
@@ -114,14 +114,9 @@ class LoadData(SlotData):
     open: bool = False
 
 
-def as_keys(keys: Iterable[KeyLike]) -> tuple[BlockKey, ...]:
-    """Return keys as :class:`BlockKey`; (hash, group) pairs are taken as well."""
-    return tuple(key if isinstance(key, BlockKey) else BlockKey(*key) for key in keys)
-
-
 def lookup(
     make: Callable[..., F],
-    keys: Iterable[KeyLike],
+    keys: Iterable[BlockKey],
     promote: bool,
     lease: float | None,
     view: SessionView,
@@ -131,7 +126,7 @@ def lookup(
     scope: Scope | None = None,
 ) -> Flow[F]:
     """Ask for the state of keys."""
-    asked = as_keys(keys)
+    asked = tuple(keys)
     build = partial(
         stimuli.Lookup,
         keys=asked,
@@ -163,7 +158,7 @@ def release_lookup(found: LookupData) -> Flow[None]:
 
 def prepare_store(
     make: Callable[..., J],
-    keys: Iterable[KeyLike],
+    keys: Iterable[BlockKey],
     meta: Sequence[BlockMeta | None] | None,
     scope: Scope | None,
     view: SessionView,
@@ -173,7 +168,7 @@ def prepare_store(
     Raises:
         ValueError: ``meta`` is not parallel to ``keys``.
     """
-    asked, described = as_keys(keys), tuple(meta or ())
+    asked, described = tuple(keys), tuple(meta or ())
     if described and len(described) != len(asked):
         raise ValueError(f"{len(described)} metadata for {len(asked)} keys")
     build = partial(stimuli.PrepareStore, keys=asked, meta=described, scope=scope)
@@ -196,13 +191,13 @@ def prepare_store(
     )
 
 
-def commit(job: JobData, failed: Iterable[KeyLike]) -> Flow[tuple[BlockKey, ...]]:
+def commit(job: JobData, failed: Iterable[BlockKey]) -> Flow[tuple[BlockKey, ...]]:
     """Make a job's blocks visible; returns the keys that are."""
     if not job.open:
         return ()
     job.open = False
     build = partial(
-        stimuli.Commit, job=job.job, generation=job.generation, pool_id=job.pool_id, failed=as_keys(failed)
+        stimuli.Commit, job=job.job, generation=job.generation, pool_id=job.pool_id, failed=tuple(failed)
     )
     reply: effects.Committed | Miss = yield Verb(build, effects.Committed, epoch=job.epoch)
     return () if isinstance(reply, Miss) else reply.stored
@@ -216,18 +211,18 @@ def abort(job: JobData) -> Flow[None]:
         yield Verb(build, effects.Done, epoch=job.epoch, ends=True)
 
 
-def fail(job: int, keys: Iterable[KeyLike]) -> Flow[bool]:
+def fail(job: int, keys: Iterable[BlockKey]) -> Flow[bool]:
     """Report a worker's failed copies; True when the daemon took note before the commit."""
-    build = partial(stimuli.Fail, job=job, keys=as_keys(keys))
+    build = partial(stimuli.Fail, job=job, keys=tuple(keys))
     reply: effects.Done | Miss = yield Verb(build, effects.Done)
     return not isinstance(reply, Miss)
 
 
 def load(
-    make: Callable[..., L], keys: Iterable[KeyLike], deadline: float, scope: Scope | None, view: SessionView
+    make: Callable[..., L], keys: Iterable[BlockKey], deadline: float, scope: Scope | None, view: SessionView
 ) -> Flow[L]:
     """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
-    build = partial(stimuli.Load, keys=as_keys(keys), deadline=deadline, scope=scope)
+    build = partial(stimuli.Load, keys=tuple(keys), deadline=deadline, scope=scope)
     reply: effects.Loaded | Miss = yield Verb(build, effects.Loaded, patience=deadline)
     if isinstance(reply, Miss):
         return make(reason=reply.reason)
@@ -254,17 +249,16 @@ def release_load(loaded: LoadData) -> Flow[None]:
         yield _release(loaded.lease, loaded.epoch)
 
 
-def put(key: KeyLike, data: bytes | memoryview, meta: BlockMeta | None, view: SessionView) -> Flow[bool]:
+def put(key: BlockKey, data: bytes | memoryview, meta: BlockMeta | None, view: SessionView) -> Flow[bool]:
     """Store one block, the ranks' parts one after another in ``data``; True when it is in the pool.
 
     Raises:
         ValueError: ``data`` is not a block of the key's group.
     """
-    (key,) = as_keys([key])
-    parts = _part_sizes(view.layout, key.group)
+    parts = _part_sizes(view.layout, group_of(key))
     source = memoryview(data).cast("B")
     if len(source) != sum(parts):
-        raise ValueError(f"a block of group {key.group} has {sum(parts)} bytes, not {len(source)}")
+        raise ValueError(f"a block of group {group_of(key)} has {sum(parts)} bytes, not {len(source)}")
     job = yield from prepare_store(JobData, [key], [meta], None, view)
     if not job.keys:
         return any(skip.reason is SkipReason.RESIDENT for skip in job.skipped)
@@ -276,7 +270,7 @@ def put(key: KeyLike, data: bytes | memoryview, meta: BlockMeta | None, view: Se
     return bool(stored)
 
 
-def get(key: KeyLike, deadline: float, view: SessionView) -> Flow[bytes | None]:
+def get(key: BlockKey, deadline: float, view: SessionView) -> Flow[bytes | None]:
     """Load one block; returns a copy of the ranks' parts one after another, None when it cannot be had."""
     loaded = yield from load(LoadData, [key], deadline, None, view)
     if not loaded.keys:
@@ -292,9 +286,9 @@ def counted(build: Callable[..., stimuli.Request]) -> Flow[int]:
     return 0 if isinstance(reply, Miss) else reply.count
 
 
-def evict(keys: Iterable[KeyLike], tiers: Sequence[str] | None) -> Flow[int]:
+def evict(keys: Iterable[BlockKey], tiers: Sequence[str] | None) -> Flow[int]:
     """Remove keys from tiers; returns the number of blocks removed."""
-    return counted(partial(stimuli.Evict, keys=as_keys(keys), tiers=None if tiers is None else tuple(tiers)))
+    return counted(partial(stimuli.Evict, keys=tuple(keys), tiers=None if tiers is None else tuple(tiers)))
 
 
 def reset(tiers: Sequence[str] | None) -> Flow[int]:
@@ -302,14 +296,14 @@ def reset(tiers: Sequence[str] | None) -> Flow[int]:
     return counted(partial(stimuli.Reset, tiers=None if tiers is None else tuple(tiers)))
 
 
-def prefetch(keys: Iterable[KeyLike]) -> Flow[int]:
+def prefetch(keys: Iterable[BlockKey]) -> Flow[int]:
     """Start promoting keys; returns how many were started."""
-    return counted(partial(stimuli.Prefetch, keys=as_keys(keys)))
+    return counted(partial(stimuli.Prefetch, keys=tuple(keys)))
 
 
-def touch(keys: Iterable[KeyLike]) -> Flow[int]:
+def touch(keys: Iterable[BlockKey]) -> Flow[int]:
     """Mark keys as just used; returns how many are known."""
-    return counted(partial(stimuli.Touch, keys=as_keys(keys)))
+    return counted(partial(stimuli.Touch, keys=tuple(keys)))
 
 
 def renew(held: Iterable[JobData | LoadData | LookupData]) -> Flow[int]:
@@ -376,7 +370,7 @@ def _part_sizes(layout: Layout, group: int) -> tuple[int, ...]:
 def _parts(data: SlotData, layout: Layout) -> list[memoryview]:
     """Return the ranks' parts of the first key's slot."""
     assert data.region is not None
-    group, view = data.keys[0].group, data.views()[0]
+    group, view = group_of(data.keys[0]), data.views()[0]
     offsets = data.region.attached.rank_offsets[group]
     sizes = _part_sizes(layout, group)
     return [view[start : start + size] for start, size in zip(offsets, sizes, strict=True)]

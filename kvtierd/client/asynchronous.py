@@ -18,7 +18,7 @@ from kvtierd.client import _verbs
 from kvtierd.client._async_line import AsyncLine
 from kvtierd.client._base import SessionBase, attach_request, must_raise
 from kvtierd.client._link import Backoff, Miss
-from kvtierd.client._verbs import Flow, JobData, KeyLike, LoadData, LookupData
+from kvtierd.client._verbs import Flow, JobData, LoadData, LookupData
 from kvtierd.core.effects import InventoryEntry
 from kvtierd.core.model import BlockKey, BlockMeta, Layout, Scope
 from kvtierd.core.stimuli import Request, Role
@@ -50,7 +50,7 @@ class AsyncJob(JobData):
 
     session: AsyncSession = field(repr=False)
 
-    async def commit(self, failed: Iterable[KeyLike] = ()) -> tuple[BlockKey, ...]:
+    async def commit(self, failed: Iterable[BlockKey] = ()) -> tuple[BlockKey, ...]:
         """Make the blocks visible, but for the ``failed`` ones; returns the keys that are visible now."""
         return await self.session._run(_verbs.commit(self, failed))
 
@@ -99,39 +99,39 @@ class AsyncSession(SessionBase):
         self._line = line
 
     async def lookup(
-        self, keys: Iterable[KeyLike], promote: bool = False, lease: float | None = None
+        self, keys: Iterable[BlockKey], promote: bool = False, lease: float | None = None
     ) -> AsyncLookup:
         """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading."""
         return await self._run(_verbs.lookup(partial(AsyncLookup, session=self), keys, promote, lease, self))
 
     async def prepare_store(
         self,
-        keys: Iterable[KeyLike],
+        keys: Iterable[BlockKey],
         meta: Sequence[BlockMeta | None] | None = None,
         scope: Scope | None = None,
     ) -> AsyncJob:
         """Reserve a slot for each key that is not there yet."""
         return await self._run(_verbs.prepare_store(partial(AsyncJob, session=self), keys, meta, scope, self))
 
-    async def fail(self, job: int, keys: Iterable[KeyLike]) -> bool:
+    async def fail(self, job: int, keys: Iterable[BlockKey]) -> bool:
         """Report a worker's failed copies before the scheduler commits the job."""
         return await self._run(_verbs.fail(job, keys))
 
     async def load(
-        self, keys: Iterable[KeyLike], deadline: float = 0.5, scope: Scope | None = None
+        self, keys: Iterable[BlockKey], deadline: float = 0.5, scope: Scope | None = None
     ) -> AsyncLoaded:
         """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
         return await self._run(_verbs.load(partial(AsyncLoaded, session=self), keys, deadline, scope, self))
 
-    async def put(self, key: KeyLike, data: bytes | memoryview, meta: BlockMeta | None = None) -> bool:
+    async def put(self, key: BlockKey, data: bytes | memoryview, meta: BlockMeta | None = None) -> bool:
         """Store one block (the ranks' parts one after another); True when it is in the pool."""
         return await self._run(_verbs.put(key, data, meta, self))
 
-    async def get(self, key: KeyLike, deadline: float = 0.5) -> bytes | None:
+    async def get(self, key: BlockKey, deadline: float = 0.5) -> bytes | None:
         """Return a copy of one block (the ranks' parts one after another), None when it cannot be had."""
         return await self._run(_verbs.get(key, deadline, self))
 
-    async def evict(self, keys: Iterable[KeyLike], tiers: Sequence[str] | None = None) -> int:
+    async def evict(self, keys: Iterable[BlockKey], tiers: Sequence[str] | None = None) -> int:
         """Remove keys from tiers (None: all); returns the number of blocks removed."""
         return await self._run(_verbs.evict(keys, tiers))
 
@@ -139,7 +139,7 @@ class AsyncSession(SessionBase):
         """Remove everything of this namespace from tiers (None: all); returns the number removed."""
         return await self._run(_verbs.reset(tiers))
 
-    async def prefetch(self, keys: Iterable[KeyLike]) -> int:
+    async def prefetch(self, keys: Iterable[BlockKey]) -> int:
         """Start promoting keys into the pool; returns how many were started."""
         return await self._run(_verbs.prefetch(keys))
 
@@ -147,7 +147,7 @@ class AsyncSession(SessionBase):
         """Give jobs and leases that take longer their whole time again; returns how many were still held."""
         return await self._run(_verbs.renew(held))
 
-    async def touch(self, keys: Iterable[KeyLike]) -> int:
+    async def touch(self, keys: Iterable[BlockKey]) -> int:
         """Mark keys as just used, in every tier."""
         return await self._run(_verbs.touch(keys))
 

@@ -19,7 +19,7 @@ from kvtierd.client import _verbs
 from kvtierd.client._base import SessionBase, attach_request, must_raise
 from kvtierd.client._blocking_line import Line
 from kvtierd.client._link import Backoff, Miss
-from kvtierd.client._verbs import Flow, JobData, KeyLike, LoadData, LookupData
+from kvtierd.client._verbs import Flow, JobData, LoadData, LookupData
 from kvtierd.core.effects import InventoryEntry
 from kvtierd.core.model import BlockKey, BlockMeta, Layout, Scope
 from kvtierd.core.stimuli import Request, Role
@@ -52,7 +52,7 @@ class Job(JobData):
 
     session: Session = field(repr=False)
 
-    def commit(self, failed: Iterable[KeyLike] = ()) -> tuple[BlockKey, ...]:
+    def commit(self, failed: Iterable[BlockKey] = ()) -> tuple[BlockKey, ...]:
         """Make the blocks visible, but for the ``failed`` ones; returns the keys that are visible now."""
         return self.session._run(_verbs.commit(self, failed))
 
@@ -100,36 +100,36 @@ class Session(SessionBase):
         super().__init__(line.channel, layout)
         self._line = line
 
-    def lookup(self, keys: Iterable[KeyLike], promote: bool = False, lease: float | None = None) -> Lookup:
+    def lookup(self, keys: Iterable[BlockKey], promote: bool = False, lease: float | None = None) -> Lookup:
         """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading."""
         return self._run(_verbs.lookup(partial(Lookup, session=self), keys, promote, lease, self))
 
     def prepare_store(
         self,
-        keys: Iterable[KeyLike],
+        keys: Iterable[BlockKey],
         meta: Sequence[BlockMeta | None] | None = None,
         scope: Scope | None = None,
     ) -> Job:
         """Reserve a slot for each key that is not there yet."""
         return self._run(_verbs.prepare_store(partial(Job, session=self), keys, meta, scope, self))
 
-    def fail(self, job: int, keys: Iterable[KeyLike]) -> bool:
+    def fail(self, job: int, keys: Iterable[BlockKey]) -> bool:
         """Report a worker's failed copies before the scheduler commits the job."""
         return self._run(_verbs.fail(job, keys))
 
-    def load(self, keys: Iterable[KeyLike], deadline: float = 0.5, scope: Scope | None = None) -> Loaded:
+    def load(self, keys: Iterable[BlockKey], deadline: float = 0.5, scope: Scope | None = None) -> Loaded:
         """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
         return self._run(_verbs.load(partial(Loaded, session=self), keys, deadline, scope, self))
 
-    def put(self, key: KeyLike, data: bytes | memoryview, meta: BlockMeta | None = None) -> bool:
+    def put(self, key: BlockKey, data: bytes | memoryview, meta: BlockMeta | None = None) -> bool:
         """Store one block (the ranks' parts one after another); True when it is in the pool."""
         return self._run(_verbs.put(key, data, meta, self))
 
-    def get(self, key: KeyLike, deadline: float = 0.5) -> bytes | None:
+    def get(self, key: BlockKey, deadline: float = 0.5) -> bytes | None:
         """Return a copy of one block (the ranks' parts one after another), None when it cannot be had."""
         return self._run(_verbs.get(key, deadline, self))
 
-    def evict(self, keys: Iterable[KeyLike], tiers: Sequence[str] | None = None) -> int:
+    def evict(self, keys: Iterable[BlockKey], tiers: Sequence[str] | None = None) -> int:
         """Remove keys from tiers (None: all); returns the number of blocks removed."""
         return self._run(_verbs.evict(keys, tiers))
 
@@ -137,7 +137,7 @@ class Session(SessionBase):
         """Remove everything of this namespace from tiers (None: all); returns the number removed."""
         return self._run(_verbs.reset(tiers))
 
-    def prefetch(self, keys: Iterable[KeyLike]) -> int:
+    def prefetch(self, keys: Iterable[BlockKey]) -> int:
         """Start promoting keys into the pool; returns how many were started."""
         return self._run(_verbs.prefetch(keys))
 
@@ -145,7 +145,7 @@ class Session(SessionBase):
         """Give jobs and leases that take longer their whole time again; returns how many were still held."""
         return self._run(_verbs.renew(held))
 
-    def touch(self, keys: Iterable[KeyLike]) -> int:
+    def touch(self, keys: Iterable[BlockKey]) -> int:
         """Mark keys as just used, in every tier."""
         return self._run(_verbs.touch(keys))
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from kvtierd.client import _verbs
 from kvtierd.client._link import AWAY, LATE, Miss, Verb, outcome
-from kvtierd.client._verbs import Flow, KeyLike
+from kvtierd.client._verbs import Flow
 from kvtierd.client.blocking import Job, Loaded, Lookup, Session
 from kvtierd.core.effects import ErrorCode, Reply
 from kvtierd.core.model import BlockKey, BlockMeta, Scope
@@ -76,7 +76,7 @@ class Pipeline:
 
     def lookup(
         self,
-        keys: Iterable[KeyLike],
+        keys: Iterable[BlockKey],
         promote: bool = False,
         lease: float | None = None,
         *,
@@ -94,7 +94,7 @@ class Pipeline:
 
     def prepare_store(
         self,
-        keys: Iterable[KeyLike],
+        keys: Iterable[BlockKey],
         meta: Sequence[BlockMeta | None] | None = None,
         scope: Scope | None = None,
     ) -> Call[Job]:
@@ -102,7 +102,7 @@ class Pipeline:
         make = partial(Job, session=self.session)
         return self._begin(_verbs.prepare_store(make, keys, meta, scope, self.session))
 
-    def commit(self, job: Job, failed: Iterable[KeyLike] = ()) -> Call[tuple[BlockKey, ...]]:
+    def commit(self, job: Job, failed: Iterable[BlockKey] = ()) -> Call[tuple[BlockKey, ...]]:
         """Begin :meth:`Job.commit`."""
         return self._begin(_verbs.commit(job, failed))
 
@@ -111,7 +111,7 @@ class Pipeline:
         return self._begin(_verbs.abort(job))
 
     def load(
-        self, keys: Iterable[KeyLike], deadline: float = 0.0, scope: Scope | None = None
+        self, keys: Iterable[BlockKey], deadline: float = 0.0, scope: Scope | None = None
     ) -> Call[Loaded]:
         """Begin :meth:`Session.load`."""
         make = partial(Loaded, session=self.session)

@@ -18,7 +18,7 @@ from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
 from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.holdings import Limit
 from kvtierd.core.loads import Loads
-from kvtierd.core.model import BlockKey, Departure, TierEvent, block_ids
+from kvtierd.core.model import BlockKey, Departure, TierEvent, block_ids, group_of
 from kvtierd.core.policies.lru import Lru
 from kvtierd.core.resets import Resets
 from kvtierd.core.residency import leaf_first
@@ -164,7 +164,7 @@ class Ladder:
             raise Refusal(ErrorCode.NOT_ALLOWED, f"{type(request).__name__} is for the scheduler session")
         keys: Sequence[BlockKey] = getattr(request, "keys", ())
         groups = len(self.stack.primary.spaces[session.namespace].layout.groups)
-        group = max((key[1] for key in keys), default=0)
+        group = max(map(group_of, keys), default=0)
         if group >= groups:
             raise Refusal(ErrorCode.BAD_REQUEST, f"group {group}: the layout has {groups} groups")
         self._check_tiers(request)

@@ -174,12 +174,12 @@ class Loads:
             if states[index] is COLD:
                 if space.blocks.get(block_id) is None:  # a request may name a key twice
                     tier = self.promotion.source(space, block_id, scope)
-                    node = None if tier is None else self.promotion.start(space, block_id, tier)
-                    if node is None:
+                    started = None if tier is None else self.promotion.start(space, block_id, tier)
+                    if started is None:
                         break
                     count += 1
                     if counted:
-                        self.promotion.counted.add(node)
+                        self.promotion.counted.add(started)
                 states[index] = PENDING
         for node in held:
             space.unpin(node)

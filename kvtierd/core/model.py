@@ -1,7 +1,7 @@
 """The vocabulary that every room shares: keys, layouts, metadata, tiers' labels and block states.
 
-The public names of :mod:`kvtierd.client` (``BlockKey``, ``BlockMeta``, ``Group``, ``Layout``, ``Scope``,
-``KeyState``) are defined here and are promises.
+The public names of :mod:`kvtierd.client` (``BlockKey``, ``block_key``, ``BlockMeta``, ``Group``, ``Layout``,
+``Scope``, ``KeyState``) are defined here and are promises.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import enum
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, NewType
 
 import msgspec
 from msgspec import Meta
 
-KeyHash = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Index = Annotated[int, Meta(ge=0, le=1 << 31)]
 Name = Annotated[str, Meta(max_length=4096)]
@@ -36,11 +35,30 @@ class Locality(enum.StrEnum):
     REMOTE = "REMOTE"
 
 
-class BlockKey(NamedTuple):
-    """The engine's name of a block: its hash (1 to 64 bytes) and its KV cache group."""
+BlockKey = NewType("BlockKey", bytes)
+"""The engine's name of a block: its hash (1 to 64 bytes), then its KV cache group (4 bytes, big-endian).
 
-    hash: KeyHash
-    group: Index = 0
+It is vLLM's ``OffloadKey`` to the byte. One string of bytes is what the codec makes fastest, what an index
+finds fastest and what takes the least memory (85 bytes with a SHA-256; a pair with its hash took 137).
+"""
+
+GROUP_BYTES = 4
+WireKey = Annotated[BlockKey, Meta(min_length=1 + GROUP_BYTES, max_length=64 + GROUP_BYTES)]
+
+
+def block_key(block_hash: bytes, group: int = 0) -> BlockKey:
+    """Return the key of a block hash in a KV cache group."""
+    return BlockKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def hash_of(key: BlockKey) -> bytes:
+    """Return a key's block hash."""
+    return key[:-GROUP_BYTES]
+
+
+def group_of(key: BlockKey) -> int:
+    """Return a key's KV cache group."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 class BlockId(NamedTuple):
@@ -142,7 +160,7 @@ class SkipReason(enum.StrEnum):
 
 def event_hash(key: BlockKey) -> int:
     """Return the low 64 bits of the key's hash, unsigned: vLLM's published form of a block hash."""
-    return int.from_bytes(key.hash[-8:], "big")
+    return int.from_bytes(key[-8 - GROUP_BYTES : -GROUP_BYTES], "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtierd.core.effects import BlockAt, Read
-from kvtierd.core.model import BlockId, Departure
+from kvtierd.core.model import BlockId, Departure, group_of
 from kvtierd.core.residency import Node, State
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
@@ -69,7 +69,7 @@ class Promotion:
             if node is None or not tier.gate.may_read(self._stack.now):
                 continue
             size = node.block.payload_bytes
-            if size != space.geometry.payload_bytes[block_id.key.group]:
+            if size != space.geometry.payload_bytes[group_of(block_id.key)]:
                 tier.counters["wrong_size"] += 1
             elif tier.loading.room(self._stack.now) < size:
                 tier.counters["declined_slow"] += 1

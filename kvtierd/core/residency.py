@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from kvtierd.core.model import Block, BlockId
+from kvtierd.core.model import Block, BlockId, group_of, hash_of
 from kvtierd.core.policies.base import Policy
 
 Link = tuple[str, int, "int | bytes"]
@@ -80,17 +80,17 @@ class Node:
         self.stamp = 0
         self.place = -1
         self.shelf: Any = None
-        self.link: Link = (namespace, key.group, block.hashes[-1])
+        self.link: Link = (namespace, group_of(key), block.hashes[-1])
         meta = block.meta
         self.parent: Link | None = (
-            (namespace, key.group, meta.parent) if meta is not None and meta.parent is not None else None
+            (namespace, group_of(key), meta.parent) if meta is not None and meta.parent is not None else None
         )
         self.source = ""
         self.waiters: list[int] = [] if state is State.LOADING else _NOBODY
 
     def __repr__(self) -> str:
         gone = " gone" if self.gone else ""
-        name = self.block.id.key.hash[-4:].hex()
+        name = hash_of(self.block.id.key)[-4:].hex()
         return f"<{name} {self.state.value} slot={self.slot} pins={self.pins}{gone}>"
 
 

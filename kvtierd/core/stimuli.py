@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, Index, Layout, Name, Scope, Seconds
+from kvtierd.core.model import Block, BlockId, BlockMeta, Index, Layout, Name, Scope, Seconds, WireKey
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -49,7 +49,7 @@ class Lookup(Request, frozen=True, kw_only=True, tag="lookup"):
     ``scope``: the tiers that COLD blocks may be in and be promoted from.
     """
 
-    keys: tuple[BlockKey, ...]
+    keys: tuple[WireKey, ...]
     promote: bool = False
     lease: Seconds | None = None
     everywhere: bool = False
@@ -60,7 +60,7 @@ class Lookup(Request, frozen=True, kw_only=True, tag="lookup"):
 class PrepareStore(Request, frozen=True, kw_only=True, tag="prepare_store"):
     """Reserve a slot for each key that is not there yet. ``meta`` is empty or parallel to ``keys``."""
 
-    keys: tuple[BlockKey, ...]
+    keys: tuple[WireKey, ...]
     meta: tuple[BlockMeta | None, ...] = ()
     scope: Scope | None = None
 
@@ -71,7 +71,7 @@ class Commit(Request, frozen=True, kw_only=True, tag="commit"):
     job: int
     generation: int
     pool_id: str
-    failed: tuple[BlockKey, ...] = ()
+    failed: tuple[WireKey, ...] = ()
 
 
 class Abort(Request, frozen=True, kw_only=True, tag="abort"):
@@ -84,13 +84,13 @@ class Fail(Request, frozen=True, kw_only=True, tag="fail"):
     """A worker's word that it could not copy these keys of a job: they are void."""
 
     job: int
-    keys: tuple[BlockKey, ...]
+    keys: tuple[WireKey, ...]
 
 
 class Load(Request, frozen=True, kw_only=True, tag="load"):
     """Lease the slots of the leading keys, promoting from secondary tiers until ``deadline`` seconds."""
 
-    keys: tuple[BlockKey, ...]
+    keys: tuple[WireKey, ...]
     deadline: Seconds = 0.0
     scope: Scope | None = None
 
@@ -110,13 +110,13 @@ class Renew(Request, frozen=True, kw_only=True, tag="renew"):
 class Touch(Request, frozen=True, kw_only=True, tag="touch"):
     """Mark keys as just used, in every tier."""
 
-    keys: tuple[BlockKey, ...]
+    keys: tuple[WireKey, ...]
 
 
 class Evict(Request, frozen=True, kw_only=True, tag="evict"):
     """Remove keys from the named tiers (``None``: all). Bytes under a lease stay in place till it ends."""
 
-    keys: tuple[BlockKey, ...]
+    keys: tuple[WireKey, ...]
     tiers: tuple[str, ...] | None = None
 
 
@@ -132,7 +132,7 @@ class Reset(Request, frozen=True, kw_only=True, tag="reset"):
 class Prefetch(Request, frozen=True, kw_only=True, tag="prefetch"):
     """Start promoting keys into the pool; answered at once."""
 
-    keys: tuple[BlockKey, ...]
+    keys: tuple[WireKey, ...]
 
 
 class Inventory(Request, frozen=True, kw_only=True, tag="inventory"):

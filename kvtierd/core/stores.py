@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, SkipReason
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, SkipReason, group_of
 from kvtierd.core.residency import Link, Node, State
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Job, Session, Sessions
@@ -41,7 +41,7 @@ class Stores:
         for key, meta in zip(request.keys, metas, strict=True):
             block = Block(
                 BlockId(session.namespace, key),
-                space.geometry.payload_bytes[key.group],
+                space.geometry.payload_bytes[group_of(key)],
                 meta,
                 session.dp_rank,
             )

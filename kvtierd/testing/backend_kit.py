@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, Group, Layout
+from kvtierd.core.model import Block, BlockId, BlockMeta, Group, Layout, block_key
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
 from kvtierd.edges.backends.base import Backend, Transfer
 
@@ -37,7 +37,7 @@ SIZE = 5000
 
 def block(number: int, *, size: int = SIZE, namespace: str = NAMESPACE, group: int = 0) -> Block:
     """Return a small block without metadata."""
-    key = BlockKey(number.to_bytes(32, "big"), group)
+    key = block_key(number.to_bytes(32, "big"), group)
     return Block(BlockId(namespace, key), size)
 
 
@@ -138,7 +138,7 @@ class BackendKit:
         "key", [b"\0", b"../../../../etc/x", b"/x", b"a\0b", b"\xff" * 64, b".", b"%2e%2e"]
     )
     def test_any_hash_of_1_to_64_bytes_is_a_name(self, backend: Backend, key: bytes) -> None:
-        odd = Block(BlockId(NAMESPACE, BlockKey(key, 2**31)), SIZE)
+        odd = Block(BlockId(NAMESPACE, block_key(key, 2**31)), SIZE)
         assert write(backend, odd, payload(3)).status is Status.OK
         assert read(backend, odd) == payload(3)
         assert [found.block.id for found in scanned(backend)] == [odd.id]

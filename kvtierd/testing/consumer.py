@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtierd.core.effects import InventoryEntry
+from kvtierd.core.model import group_of
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
@@ -60,7 +61,7 @@ def residencies(entries: Iterable[InventoryEntry], *, hidden: frozenset[str] = f
     Two tiers that a router cannot tell apart fold to one residency.
     """
     return {
-        Residency(event_hash, entry.key.group, entry.medium, entry.locality, entry.dp_rank)
+        Residency(event_hash, group_of(entry.key), entry.medium, entry.locality, entry.dp_rank)
         for entry in entries
         if entry.tier not in hidden
         for event_hash in entry.hashes

@@ -90,7 +90,7 @@ def load(
     with session.load(keys_of(blocks), deadline=deadline, scope=scope) as got:
         assert list(got.keys) == keys_of(blocks)[: len(got.keys)], "no prefix"
         for key, view in zip(got.keys, got.views(), strict=True):
-            assert bytes(view) == payload(key, len(view)), f"wrong bytes for {key}"
+            assert bytes(view) == payload(key, len(view)), f"wrong bytes for {key!r}"
         return list(got.sources)
 
 

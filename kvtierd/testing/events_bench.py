@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Medium, TierEvent, block_key
 from kvtierd.wire.kvevents import BlockStored, decode_batch
 from kvtierd.wire.stream import END, encode_sequence
 
@@ -45,7 +45,7 @@ def stored(number: int) -> TierEvent:
         block_size=TOKENS,
         spec_kind="full_attention",
     )
-    key = BlockKey(number.to_bytes(32, "big"))
+    key = block_key(number.to_bytes(32, "big"))
     return TierEvent(EventKind.STORED, "cpu", Medium.CPU, None, Block(BlockId("bench", key), 1 << 20, meta))
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvtierd.core import stimuli
-from kvtierd.core.model import BlockKey, BlockMeta, Group, Layout, Scope
+from kvtierd.core.model import BlockMeta, Group, Layout, Scope, block_key
 from kvtierd.wire.framing import frame
 from kvtierd.wire.messages import Hello, StatusRequest, SurveyRequest, encode
 
@@ -27,7 +27,7 @@ _STRANGE = (
 
 def client_seeds() -> list[bytes]:
     """Return a good payload of every request."""
-    keys = tuple(BlockKey(bytes([number]) * 32) for number in range(3))
+    keys = tuple(block_key(bytes([number]) * 32) for number in range(3))
     meta = BlockMeta(
         hashes=(2**64 - 1,), parent=1, token_ids=(1, 2, 3, 4), block_size=4, extra_keys=(("a", 1),)
     )

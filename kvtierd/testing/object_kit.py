@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtierd.core.model import BlockId
+from kvtierd.core.model import BlockId, group_of, hash_of
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends.base import Backend, Maintained, Probing
 from kvtierd.edges.backends.object import ObjectBackend
@@ -35,8 +35,8 @@ PREFIX = "some/where"
 
 def key_of(block_id: BlockId) -> str:
     """Where OBJECT.md says that a block lies."""
-    name = f"{block_id.key.hash.hex()}.{block_id.key.group}"
-    return f"{PREFIX}/v1/{block_id.namespace}/{block_id.key.hash.hex()[-2:]}/{name}"
+    name = f"{hash_of(block_id.key).hex()}.{group_of(block_id.key)}"
+    return f"{PREFIX}/v1/{block_id.namespace}/{hash_of(block_id.key).hex()[-2:]}/{name}"
 
 
 def make(store: Any, **settings: Any) -> ObjectBackend:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtierd.core.model import BlockKey
+from kvtierd.core.model import BlockKey, block_key
 
 MAGIC = b"\x89KVTIER\n"
 _LENGTHS = struct.Struct("<8sHHIIIQ")
@@ -84,7 +84,7 @@ def _files(folder: Path) -> Iterator[Copy]:
             with path.open("rb") as file:
                 start = file.read(_LENGTHS.size)
             header = _LENGTHS.unpack(start)[3] if len(start) == _LENGTHS.size else 0
-            key = BlockKey(bytes.fromhex(name[1]), int(name[2]))
+            key = block_key(bytes.fromhex(name[1]), int(name[2]))
             yield Copy(key, path, 0, path.stat().st_size, header, packed=False)
 
 
@@ -105,7 +105,7 @@ def _slots(path: Path) -> Iterator[Copy]:
                 with contextlib.suppress(msgspec.DecodeError, KeyError):
                     metadata = os.pread(file.fileno(), min(length, _METADATA_MAX), offset + _METADATA)
                     fields = msgspec.msgpack.decode(metadata)
-                    key = BlockKey(fields["hash"], fields["group"])
+                    key = block_key(fields["hash"], fields["group"])
                     yield Copy(key, path, offset, header + payload, header, packed=True)
 
 

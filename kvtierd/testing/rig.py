@@ -24,6 +24,8 @@ from kvtierd.core.model import (
     Locality,
     Medium,
     TierEvent,
+    block_key,
+    event_hash,
 )
 from kvtierd.core.stimuli import Finished, FoundBlock, Outcome, Probed, Status
 from kvtierd.core.tier import TierSpec
@@ -41,7 +43,7 @@ LAYOUT = Layout(
 
 def key(number: int, group: int = 0) -> BlockKey:
     """Return a 32-byte key whose event hash is above 2^63."""
-    return BlockKey(b"\0" * 24 + ((1 << 63) + number).to_bytes(8, "big"), group)
+    return block_key(b"\0" * 24 + ((1 << 63) + number).to_bytes(8, "big"), group)
 
 
 def meta(number: int, parent: int | None = None, group: int = 0) -> BlockMeta:
@@ -204,8 +206,8 @@ class LadderRig:
 
     def copy_in(self, job: effects.Prepared) -> None:
         """Do what an engine does between reservation and commit."""
-        for block_key, slot in zip(job.keys, job.slots, strict=True):
-            self.memory[slot] = BlockId(self.layout.namespace(), block_key)
+        for name, slot in zip(job.keys, job.slots, strict=True):
+            self.memory[slot] = BlockId(self.layout.namespace(), name)
 
     def commit(self, job: effects.Prepared, failed: Sequence[BlockKey] = (), **fields: Any) -> effects.Reply:
         """Copy the blocks into their slots, commit the job and return whatever the answer is."""
@@ -238,8 +240,8 @@ class LadderRig:
     def loaded(self, number: int) -> effects.Loaded:
         """Return a load's answer after checking that its slots hold the right bytes."""
         got = self.answer(number, effects.Loaded)
-        for block_key, slot in zip(got.keys, got.slots, strict=True):
-            assert self.memory[slot] == BlockId(self.layout.namespace(), block_key), "wrong bytes served"
+        for name, slot in zip(got.keys, got.slots, strict=True):
+            assert self.memory[slot] == BlockId(self.layout.namespace(), name), "wrong bytes served"
         return got
 
     def release(self, lease: int, **fields: Any) -> None:
@@ -281,7 +283,11 @@ class LadderRig:
     def story(self) -> list[tuple[str, str, int]]:
         """Return the events as (kind, tier, block number)."""
         return [
-            (event.kind.value, event.tier, int.from_bytes(event.block.id.key.hash[-8:], "big") - (1 << 63))
+            (
+                event.kind.value,
+                event.tier,
+                event_hash(event.block.id.key) - (1 << 63),
+            )
             for event in self.events
         ]
 

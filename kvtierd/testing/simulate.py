@@ -18,7 +18,7 @@ from typing import TypeVar
 from kvtierd.core import effects, stimuli
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.model import BlockKey, BlockMeta, Group, Layout, Medium, event_hash
+from kvtierd.core.model import BlockKey, BlockMeta, Group, Layout, Medium, block_key, event_hash
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.stimuli import Finished, Outcome, Status
 from kvtierd.core.tier import Tier, TierSpec
@@ -160,7 +160,7 @@ class Simulation:
         for block in ids:
             entry = self._blocks.get(block)
             if entry is None:
-                key = BlockKey(hashlib.blake2b(repr(block).encode(), digest_size=16).digest())
+                key = block_key(hashlib.blake2b(repr(block).encode(), digest_size=16).digest())
                 entry = self._blocks[block] = key, BlockMeta(hashes=(event_hash(key),), parent=parent)
             chain.append(entry)
             parent = entry[1].hashes[-1]

@@ -18,12 +18,12 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtierd.core.model import BlockKey, BlockMeta, event_hash
+from kvtierd.core.model import BlockKey, BlockMeta, block_key, event_hash, group_of, hash_of
 
 
 def payload(key: BlockKey, nbytes: int) -> bytes:
     """Return the ``nbytes`` bytes that a block of this key has to hold: a SHAKE-128 stream over the key."""
-    return hashlib.shake_128(key.group.to_bytes(4, "big") + key.hash).digest(nbytes)
+    return hashlib.shake_128(group_of(key).to_bytes(4, "big") + hash_of(key)).digest(nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Chain:
 
     def _close_block(self, tokens: tuple[int, ...]) -> None:
         digest = hashlib.sha256(self._parent + self._pack(*tokens)).digest()
-        key = BlockKey(digest)
+        key = block_key(digest)
         meta = BlockMeta(
             hashes=(event_hash(key),),
             parent=self.blocks[-1].meta.hashes[-1] if self.blocks else None,

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtierd.core.model import EventKind, Medium, TierEvent
+from kvtierd.core.model import EventKind, Medium, TierEvent, group_of
 from kvtierd.wire.kvevents import BlockRemoved, BlockStored, EventHash, WireEvent
 from kvtierd.wire.projection import DEVICE
 
@@ -112,5 +112,5 @@ class Hold:
 
     def _was_seen(self, event: TierEvent) -> bool:
         block = event.block
-        group = block.id.key.group
+        group = group_of(block.id.key)
         return all((block.dp_rank, h, group) in self._seen for h in block.hashes)

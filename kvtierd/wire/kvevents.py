@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, TierEvent, block_key, group_of
 
 EventHash = int | bytes
 T = TypeVar("T")
@@ -142,7 +142,7 @@ def has_group(block: Block) -> bool:
     vLLM's placeholder carries it alone. With metadata it comes with the spec kind, or, for want of a kind,
     only where its absence (which readers take as group 0) would be wrong.
     """
-    return block.meta is None or block.meta.spec_kind is not None or block.id.key.group != 0
+    return block.meta is None or block.meta.spec_kind is not None or group_of(block.id.key) != 0
 
 
 def stored(
@@ -154,7 +154,7 @@ def stored(
     placeholder (no tokens, ``block_size`` 0, no parent).
     """
     meta = block.meta
-    group = block.id.key.group if has_group(block) else None
+    group = group_of(block.id.key) if has_group(block) else None
     if meta is None:
         return BlockStored(
             block_hashes=(block.hashes[index],),
@@ -204,7 +204,7 @@ def foreign_block(event: BlockStored, rank: int) -> Block:
         spec_kind=event.kv_cache_spec_kind,
         sliding_window=event.kv_cache_spec_sliding_window,
     )
-    return Block(BlockId("", BlockKey(b"\0", event.group_idx or 0)), 0, meta, rank)
+    return Block(BlockId("", block_key(b"\0", event.group_idx or 0)), 0, meta, rank)
 
 
 def pack(events: Iterable[WireEvent], *, most: int = 1024) -> Iterator[WireEvent]:
@@ -270,7 +270,7 @@ def to_wire(event: TierEvent, *, tokens: bool = True) -> list[WireEvent]:
     locality = event.locality.value if event.locality is not None else None
     if event.kind is EventKind.STORED:
         return [stored(block, i, medium, locality, tokens=tokens) for i in range(len(block.hashes))]
-    group = block.id.key.group if has_group(block) else None
+    group = group_of(block.id.key) if has_group(block) else None
     return [removed(h, group, medium, locality) for h in reversed(block.hashes)]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent, group_of
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
@@ -196,7 +196,7 @@ class Projection:
     def _count(self, event: TierEvent) -> Iterator[Change]:
         block, hashes = event.block, event.block.hashes
         rank = EVERY_RANK if self.view.each_rank else block.dp_rank
-        group, medium = block.id.key.group, self._names.get(event.tier) or event.medium.value
+        group, medium = group_of(block.id.key), self._names.get(event.tier) or event.medium.value
         locality = event.locality.value if self._locality and event.locality is not None else None
         if event.kind is EventKind.STORED:
             for index, event_hash in enumerate(hashes):

@@ -6,9 +6,8 @@ from fake_session import FakeSession
 from glue_rig import identity, keys_of, manager, prepare_load, prepare_store, request, step, tracked
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvtierd.core.model import KeyState, Scope, SkipReason
+from kvtierd.core.model import BlockKey, KeyState, Scope, SkipReason
 from kvtierd.engines.vllm import lookups as lookups_module
-from kvtierd.engines.vllm.chain import to_block_key
 from kvtierd.engines.vllm.versions import CacheHitSource
 
 HIT, MISS, PENDING, RETRY = (
@@ -20,7 +19,7 @@ HIT, MISS, PENDING, RETRY = (
 
 
 def all_of(req, state, group=0):
-    return {to_block_key(key): state for key in keys_of(req, group)}
+    return {BlockKey(key): state for key in keys_of(req, group)}
 
 
 def ask(made, req, context, group=0):
@@ -29,7 +28,7 @@ def ask(made, req, context, group=0):
 
 def check_a_request_is_asked_for_when_it_arrives_and_waited_for_at_its_first_lookup():
     session, req = FakeSession(), request(6)
-    session.states = {to_block_key(k): KeyState.HIT for k in keys_of(req)[:4]}
+    session.states = {BlockKey(k): KeyState.HIT for k in keys_of(req)[:4]}
     made, _ = manager(session)
     context = tracked(made, req)
     assert session.calls["lookup"] == 1
@@ -37,7 +36,7 @@ def check_a_request_is_asked_for_when_it_arrives_and_waited_for_at_its_first_loo
     assert ask(made, req, context) == [HIT] * 4 + [MISS] * 2
     assert session.calls == {"lookup": 1, "touch": 1}
     assert made._pipeline.waits == 1
-    assert session.asked == [(tuple(to_block_key(k) for k in keys_of(req)), False)]
+    assert session.asked == [(tuple(BlockKey(k) for k in keys_of(req)), False)]
 
 
 def check_all_requests_of_a_step_are_waited_for_once():
@@ -110,7 +109,7 @@ def check_within_one_step_pending_blocks_are_asked_once():
 
 def check_a_finished_promotion_turns_pending_into_hit_and_names_its_tier():
     session, req = FakeSession(), request(2)
-    keys = [to_block_key(k) for k in keys_of(req)]
+    keys = [BlockKey(k) for k in keys_of(req)]
     session.states = {keys[0]: KeyState.HIT, keys[1]: KeyState.COLD}
     session.sources = {keys[1]: "disk"}
     made, clock = manager(session)
@@ -164,7 +163,7 @@ def check_a_daemon_that_falls_silent_during_a_promotion_ends_the_wait_at_its_dea
 
 def check_a_block_that_has_no_room_in_the_pool_is_a_miss_when_the_daemon_says_so():
     session, req = FakeSession(), request(2)
-    keys = [to_block_key(k) for k in keys_of(req)]
+    keys = [BlockKey(k) for k in keys_of(req)]
     session.states = {keys[0]: KeyState.HIT, keys[1]: KeyState.COLD}
     made, _ = manager(session)
     context = tracked(made, req)
@@ -179,7 +178,7 @@ def check_only_blocks_that_the_engine_lacks_are_promoted():
     made, _ = manager(session)
     context = tracked(made, req)
     assert made.lookup(keys_of(req)[2], context) is PENDING
-    assert session.asked[-1] == (tuple(to_block_key(k) for k in keys_of(req)[2:]), True)
+    assert session.asked[-1] == (tuple(BlockKey(k) for k in keys_of(req)[2:]), True)
 
 
 def check_a_sliding_window_promotes_one_window_from_its_end():
@@ -187,13 +186,13 @@ def check_a_sliding_window_promotes_one_window_from_its_end():
     who = identity(groups=2)
     session, req = FakeSession(groups=2), request(8)
     window = keys_of(req, 1)[5:]
-    session.states = all_of(req, KeyState.HIT) | {to_block_key(k): KeyState.COLD for k in window}
+    session.states = all_of(req, KeyState.HIT) | {BlockKey(k): KeyState.COLD for k in window}
     made, _ = manager(session, who)
     context = tracked(made, req)
     assert ask(made, req, context) == [HIT] * 8
     assert made.lookup(keys_of(req, 1)[7], context) is PENDING
-    assert session.asked[-1] == (tuple(to_block_key(k) for k in window[::-1]), True)
-    session.states.update((to_block_key(k), KeyState.HIT) for k in window)
+    assert session.asked[-1] == (tuple(BlockKey(k) for k in window[::-1]), True)
+    session.states.update((BlockKey(k), KeyState.HIT) for k in window)
     step(made)
     assert [made.lookup(k, context) for k in reversed(window)] == [HIT] * 3
     assert made.lookup(keys_of(req, 1)[4], context) is MISS

@@ -21,8 +21,8 @@ from glue_rig import (
 )
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvtierd.core.model import KeyState, SkipReason
-from kvtierd.engines.vllm.chain import Chain, to_block_key
+from kvtierd.core.model import BlockKey, KeyState, SkipReason
+from kvtierd.engines.vllm.chain import Chain
 from kvtierd.engines.vllm.identity import _hash_seed
 from kvtierd.engines.vllm.manager import KvtierdManager
 from kvtierd.engines.vllm.settings import Settings
@@ -74,12 +74,12 @@ def check_a_key_that_one_of_two_workers_failed_is_not_committed():
     assert both.tickets == {ticket: 2}
     made.note_failures(both)
     made.complete_store(set(keys_of(req)), context)
-    assert session.jobs[0].committed == [to_block_key(keys_of(req)[0])]
+    assert session.jobs[0].committed == [BlockKey(keys_of(req)[0])]
 
 
 def check_blocks_that_are_there_already_are_not_stored_again():
     session, req = FakeSession(), request(3)
-    session.states = {to_block_key(keys_of(req)[0]): KeyState.HIT}
+    session.states = {BlockKey(keys_of(req)[0]): KeyState.HIT}
     made, _ = manager(session)
     output = prepare_store(made, keys_of(req), tracked(made, req))
     assert output.store_spec.slots[0] == NO_SLOT
@@ -150,10 +150,10 @@ def check_a_reset_that_the_daemon_did_not_get_is_owed():
     session, req = FakeSession(), request(1)
     made, _ = manager(session)
     context = tracked(made, req)
-    session.states = {to_block_key(keys_of(req)[0]): KeyState.HIT}
+    session.states = {BlockKey(keys_of(req)[0]): KeyState.HIT}
     session.connected = False
     made.reset_cache()
-    session.states = {to_block_key(keys_of(req)[0]): KeyState.HIT}
+    session.states = {BlockKey(keys_of(req)[0]): KeyState.HIT}
     assert made.lookup(keys_of(req)[0], context) is LookupResult.MISS
     assert prepare_store(made, keys_of(req), context).keys_to_store == []
     session.connected = True

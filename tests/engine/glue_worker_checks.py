@@ -22,8 +22,7 @@ from glue_rig import (
 )
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvtierd.core.model import KeyState
-from kvtierd.engines.vllm.chain import to_block_key
+from kvtierd.core.model import BlockKey, KeyState
 from kvtierd.engines.vllm.transfer import NO_SLOT
 
 
@@ -98,13 +97,13 @@ def check_a_job_of_another_pool_is_never_copied_and_its_keys_are_failed():
     made.note_failures(report(copier))
     made.complete_store(set(keys_of(req)), context)
     assert session.jobs[0].committed == []
-    assert session.failed == [(1, tuple(to_block_key(k) for k in keys_of(req)))]
+    assert session.failed == [(1, tuple(BlockKey(k) for k in keys_of(req)))]
 
 
 def check_a_load_of_another_pool_or_namespace_is_recomputed():
     for field, value in (("pool_id", "pool-0"), ("namespace", "other")):
         session, req = FakeSession(), request(2)
-        session.states = {to_block_key(k): KeyState.HIT for k in keys_of(req)}
+        session.states = {BlockKey(k): KeyState.HIT for k in keys_of(req)}
         made, _ = manager(session)
         context = tracked(made, req)
         copier, caches = worker(session)
@@ -124,7 +123,7 @@ def check_a_block_that_is_gone_is_recomputed_alone():
     copier, caches = worker(session)
     old = [cache.clone() for cache in caches]
     store(made, copier, req, context, [0, 1, 2])
-    del session.states[to_block_key(keys_of(req)[2])]
+    del session.states[BlockKey(keys_of(req)[2])]
     loaded = prepare_load(made, keys_of(req), context)
     assert loaded.slots[2] == NO_SLOT
     copier.submit_load(2, loaded, gpu([4, 5, 6]))
@@ -155,7 +154,7 @@ def check_a_worker_follows_the_session_to_a_new_pool():
     session.pool, session.pool_id = memoryview(session.memory), "pool-2"
     store(made, copier, req, context, [1])
     assert any(session.memory)
-    assert session.jobs[0].committed == [to_block_key(keys_of(req)[0])]
+    assert session.jobs[0].committed == [BlockKey(keys_of(req)[0])]
 
 
 def check_a_worker_that_acknowledged_a_revocation_starts_no_older_job():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine_rig import BLOCK, Tool, by_block, engine, generate, prompts, replayed, scheduler_of, stop
 
+from kvtierd.core.model import hash_of
 from kvtierd.testing.clock import wait_for
 
 
@@ -86,7 +87,7 @@ def main():
     index.settles("loaded from disk", tokens, [whole, whole, whole])
 
     generate(llm, prompts(30, seed=21))  # more than the device holds
-    hashes = {names[0]: key.hash for key, names in tool.blocks("disk").items()}
+    hashes = {names[0]: hash_of(key) for key, names in tool.blocks("disk").items()}
     left = on_device(llm, tokens, hashes, by_block(replayed(settings["engine_replay"]), "GPU"))
     index.settles("displaced on the device", tokens, [left, whole, whole])
 

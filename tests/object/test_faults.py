@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import trustme
 
+from kvtierd.core.model import hash_of
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends.base import Transfer
 from kvtierd.errors import TierError
@@ -220,7 +221,7 @@ def test_a_probe_asks_many_at_once_but_not_too_many(proxy, open_tier):
 def test_a_probe_tells_what_it_found_when_others_did_not_answer(proxy, open_tier):
     backend = open_tier(proxy.endpoint)
     write(backend, block(1), payload(1))
-    name = block(2).id.key.hash.hex()
+    name = hash_of(block(2).id.key).hex()
     proxy.set(lambda seen: Fault(Kind.HANG) if name in seen.path else None)
     with Timed():
         assert [one.block for one in backend.probe([block(1).id, block(2).id])] == [block(1)]

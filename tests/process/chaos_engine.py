@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvtierd.client import BlockKey, Client, Job, Scope, Session
+from kvtierd.client import BlockKey, Client, Job, Scope, Session, hash_of
 from kvtierd.testing.daemon_rig import LAYOUT, chain, keys_of
 from kvtierd.testing.workload import WorkBlock, payload
 
@@ -89,7 +89,7 @@ class Engine:
             for _ in range(2):  # what is leased does not change while it is
                 for key, view in zip(got.keys, got.views(), strict=True):
                     if (found := bytes(view)) != payload(key, len(view)):
-                        self.wrong.append(f"{key.hash.hex()}: {found[:32].hex()}")
+                        self.wrong.append(f"{hash_of(key).hex()}: {found[:32].hex()}")
             self.counts["loaded"] += len(got.keys)
             for source in got.sources:
                 self.counts[f"from {source}"] += 1

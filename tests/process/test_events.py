@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvtierd.client import BlockKey, BlockMeta, Session
-from kvtierd.core.model import event_hash
+from kvtierd.core.model import block_key, event_hash, hash_of
 from kvtierd.testing.daemon_rig import FILE, DaemonRig, Router, fs_tier, keys_of, load, loose, store
 from kvtierd.testing.workload import WorkBlock
 
@@ -128,7 +128,7 @@ def test_hashes_come_out_as_they_went_in(make: Make) -> None:
     session = rig.attach()
     forms: list[Callable[[BlockKey], int | bytes]] = [
         lambda key: (1 << 63) + event_hash(key) // 2 + 1,
-        lambda key: key.hash,
+        hash_of,
     ]
     made = [
         WorkBlock(b.key, BlockMeta(hashes=(forms[n % 2](b.key),), token_ids=(1, 2, 3, 4), block_size=4))
@@ -151,9 +151,9 @@ def test_hashes_come_out_as_they_went_in(make: Make) -> None:
 def test_keys_of_every_length_get_a_file_each_and_come_back(rig: DaemonRig) -> None:
     """L34: 1 to 64 bytes, and keys that differ in group, length or leading zeros only."""
     session = rig.attach()
-    keys = [BlockKey(bytes([0] * n + [7])) for n in range(0, 64, 7)] + [
-        BlockKey(b"\xff" * 64),
-        BlockKey(b"/"),
+    keys = [block_key(bytes([0] * n + [7])) for n in range(0, 64, 7)] + [
+        block_key(b"\xff" * 64),
+        block_key(b"/"),
     ]
     for number, key in enumerate(keys):
         assert session.put(key, bytes([number]) * 4096)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.client import KeyState, Layout, Session
+from kvtierd.client import KeyState, Layout, Session, group_of, hash_of
 from kvtierd.testing.daemon_rig import BIG, LAYOUT, DaemonRig, chain, keys_of, load, loose, store
 from kvtierd.testing.workload import WorkBlock, payload
 
@@ -42,7 +42,7 @@ def quarantine(rig: DaemonRig) -> list[str]:
 
 
 def names(blocks: list[WorkBlock]) -> list[str]:
-    return sorted(f"{block.key.hash.hex()}.{block.key.group}" for block in blocks)
+    return sorted(f"{hash_of(block.key).hex()}.{group_of(block.key)}" for block in blocks)
 
 
 def removed_from_disk(rig: DaemonRig, block: WorkBlock) -> int:

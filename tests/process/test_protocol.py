@@ -16,7 +16,6 @@ import uvloop
 from kvtierd.client import (
     AsyncClient,
     AsyncSession,
-    BlockKey,
     BlockMeta,
     Client,
     KeyState,
@@ -24,6 +23,7 @@ from kvtierd.client import (
     Scope,
     Session,
     SkipReason,
+    block_key,
 )
 from kvtierd.core import effects, stimuli
 from kvtierd.core.effects import ErrorCode
@@ -188,7 +188,7 @@ def test_requests_are_pipelined_and_each_gets_its_answer(connect: Connect) -> No
     """The issue: every request gets an answer."""
     raw = connect()
     raw.attach()
-    asked = [stimuli.Lookup(id=number, keys=(BlockKey(b"k"),)) for number in range(10, 2010)]
+    asked = [stimuli.Lookup(id=number, keys=(block_key(b"k"),)) for number in range(10, 2010)]
     raw.send(b"".join(frame(encode(request)) for request in asked))
     assert [raw.receive().id for _ in asked] == [request.id for request in asked]
 
@@ -202,7 +202,7 @@ def test_a_request_with_the_number_of_an_attach_harms_nobody(rig: DaemonRig, con
     )
     kinds = {type(raw.receive()) for _ in range(3)}
     assert kinds == {effects.Attached, effects.Refused, StatusReport}
-    assert raw.ask(stimuli.Lookup(id=3, keys=(BlockKey(b"k"),))).id == 3
+    assert raw.ask(stimuli.Lookup(id=3, keys=(block_key(b"k"),))).id == 3
     raw.socket.close()
     wait_for(lambda: not rig.status()["sessions"], "the end of the session")
 
@@ -225,7 +225,7 @@ def test_a_commit_for_another_pool_or_generation_is_not_stored(rig: DaemonRig, c
     """DESIGN 4: after a restart workers still hold the old mapping."""
     raw = connect()
     pool_id = raw.attach().pool_id
-    key = BlockKey(b"k" * 32)
+    key = block_key(b"k" * 32)
     for wrong in ({"pool_id": "0" * 32}, {"generation": 77}):
         prepared = raw.ask(stimuli.PrepareStore(id=5, keys=(key,)))
         right = {"job": prepared.job, "generation": prepared.generation, "pool_id": pool_id}
@@ -253,9 +253,9 @@ def test_mistakes_are_refused_and_change_nothing(rig: DaemonRig) -> None:
         (lambda: session.load([block.key], scope=Scope(load_from=("dsik",))), "unknown_tier"),
         (lambda: session.evict([block.key], ["dsik"]), "unknown_tier"),
         (lambda: session.inventory("dsik"), "unknown_tier"),
-        (lambda: session.lookup([BlockKey(b"k", 1)]), "bad_request"),
-        (lambda: session.lookup([BlockKey(b"")]), "bad_request"),
-        (lambda: session.lookup([BlockKey(b"k" * 65)]), "bad_request"),
+        (lambda: session.lookup([block_key(b"k", 1)]), "bad_request"),
+        (lambda: session.lookup([block_key(b"")]), "bad_request"),
+        (lambda: session.lookup([block_key(b"k" * 65)]), "bad_request"),
         (lambda: session.prepare_store([block.key], meta=[itself]), "bad_request"),
         (lambda: rig.client.attach(LAYOUT, engine_id="e1", rank=1), "bad_request"),
     ):
@@ -273,7 +273,7 @@ def test_hostile_names_stay_names(make: Make) -> None:
     for name in ("../x", "/etc", "a/../../b", "nul\0", "x" * 4096):
         layout = msgspec.structs.replace(LAYOUT, model=name, tenant=name)
         with rig.attach(layout, engine_id=name) as session:
-            assert session.put(BlockKey(b"../../../k"), b"p" * 4096)
+            assert session.put(block_key(b"../../../k"), b"p" * 4096)
             rig.settle()
     disk = rig.folder / "disk"
     assert {path.name for path in rig.folder.iterdir()} == {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.client import Client, Group, Layout
+from kvtierd.client import Client, Group, Layout, group_of, hash_of
 from kvtierd.errors import RequestRefused
 from kvtierd.testing.daemon_rig import BLOCK, LAYOUT, chain, keys_of, store
 
@@ -39,8 +39,8 @@ def big(make):
 
 
 def file_of(rig, block, layout=BIG):
-    name = f"{block.key.hash.hex()}.{block.key.group}"
-    return rig.folder / "disk" / "v1" / layout.namespace() / block.key.hash[-1:].hex() / name
+    name = f"{hash_of(block.key).hex()}.{group_of(block.key)}"
+    return rig.folder / "disk" / "v1" / layout.namespace() / hash_of(block.key)[-1:].hex() / name
 
 
 def tool(*arguments: str, code: int = 0) -> str:
@@ -101,7 +101,7 @@ def test_every_block_is_listed_over_many_pages(make):
     assert len(listed) == 6000
     for name in ("cpu", "disk"):
         hashes = {row["hash"] for row in listed if row["tier"] == name}
-        assert hashes == {key.hash.hex() for key in keys_of(blocks)}
+        assert hashes == {hash_of(key).hex() for key in keys_of(blocks)}
     assert {row["bytes"] for row in listed if row["tier"] == "cpu"} == {BLOCK}
 
 
@@ -200,7 +200,7 @@ def test_verify_finds_every_flipped_byte_and_takes_it_out_when_told_to(big):
         path.write_bytes(raw)
     found = rows(tool("verify", *config(rig), "--json", code=74))
     bad, (total,) = found[:-1], found[-1:]
-    assert {row["hash"] for row in bad} == {blocks[number].key.hash.hex() for number in (2, 5, 7)}
+    assert {row["hash"] for row in bad} == {hash_of(blocks[number].key).hex() for number in (2, 5, 7)}
     assert (total["good"], total["corrupt"], total["removed"]) == (9, 3, 0)
     assert file_of(rig, blocks[2]).exists(), "nothing is changed without --remove"
     assert "3 blocks were not good and were taken out" in tool("verify", *config(rig), "--remove")

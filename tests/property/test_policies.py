@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta
+from kvtierd.core.model import Block, BlockId, BlockMeta, block_key
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.residency import Node, ResidentSet, State
 
@@ -21,7 +21,7 @@ def make(number: int) -> Node:
     """Blocks form a tree: block n is a child of block n // 3; some arrive from another tier."""
     meta = BlockMeta(hashes=(number,), parent=number // 3 if number else None)
     state = State.RESERVED if number % 7 == 0 else State.RESIDENT
-    node = Node(Block(BlockId("ns", BlockKey(bytes([number]))), 1, meta), state)
+    node = Node(Block(BlockId("ns", block_key(bytes([number]))), 1, meta), state)
     node.source = "disk" if number % 5 == 0 else ""
     return node
 
@@ -34,11 +34,11 @@ def test_a_victim_is_evictable_and_found_whenever_there_is_one(name, steps):
     spared: set[BlockId] = set()
     blocks.spare = spared.__contains__
     for verb, number in steps:
-        node = blocks.get(BlockId("ns", BlockKey(bytes([number]))))
+        node = blocks.get(BlockId("ns", block_key(bytes([number]))))
         if verb == "add" and node is None:
             blocks.add(make(number))
         elif verb == "spare":
-            spared.symmetric_difference_update({BlockId("ns", BlockKey(bytes([number])))})
+            spared.symmetric_difference_update({BlockId("ns", block_key(bytes([number])))})
         elif verb == "evict" and (victim := blocks.victim()) is not None:
             blocks.remove(victim)
         elif node is not None and verb in ("touch", "pin", "remove"):

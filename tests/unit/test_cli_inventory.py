@@ -9,7 +9,7 @@ import pytest
 from kvtierd.cli.inventory import Counts
 from kvtierd.cli.main import main
 from kvtierd.core.effects import SurveyEntry
-from kvtierd.core.model import BlockKey
+from kvtierd.core.model import block_key
 from kvtierd.errors import ExitCode, RequestRefused
 from kvtierd.wire.messages import SurveyPage
 
@@ -17,7 +17,7 @@ A, B = "a" * 32, "b" * 32
 
 
 def entry(tier, namespace, number, size=4096):
-    return SurveyEntry(tier, namespace, BlockKey(bytes([number]), 1), size, 0)
+    return SurveyEntry(tier, namespace, block_key(bytes([number]), 1), size, 0)
 
 
 PAGES = [

@@ -11,7 +11,7 @@ from kvtierd.cli import progress as progress_module
 from kvtierd.cli.main import main
 from kvtierd.cli.progress import Progress
 from kvtierd.cli.verify import Report, _printer, check, json_lines, lines
-from kvtierd.core.model import BlockId, BlockKey
+from kvtierd.core.model import BlockId, block_key
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.edges.backends.memory import MemoryBackend
 from kvtierd.errors import ExitCode
@@ -115,7 +115,7 @@ class Nameless(Checking):
     def verify(self):
         for number in range(3):
             reason = f"too short (v1/blocks/{'e' * 32}/packed/7:{number})"
-            yield [Outcome(BlockId("e" * 32, BlockKey(b"")), Status.CORRUPT, reason=reason)]
+            yield [Outcome(BlockId("e" * 32, block_key(b"")), Status.CORRUPT, reason=reason)]
 
 
 def test_reasons_can_be_counted_and_places_are_told_apart_from_them(capsys):

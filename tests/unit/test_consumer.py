@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kvtierd.core.effects import InventoryEntry
-from kvtierd.core.model import BlockKey
+from kvtierd.core.model import block_key
 from kvtierd.testing.consumer import ReferenceConsumer, Residency, residencies
 from kvtierd.wire.kvevents import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
 
@@ -133,7 +133,7 @@ def test_a_hole_in_a_replay_means_starting_over():
 def test_the_inventory_folds_as_the_stream_does(hidden):
     def entry(tier, medium, locality, number, group=0):
         return InventoryEntry(
-            tier, medium, locality, BlockKey(bytes([number]), group), (H + number, H - number), 0
+            tier, medium, locality, block_key(bytes([number]), group), (H + number, H - number), 0
         )
 
     entries = [

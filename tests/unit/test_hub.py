@@ -11,7 +11,16 @@ import uvloop
 import zmq
 
 from kvtierd.config.audiences import Audience, Events
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockMeta,
+    EventKind,
+    Locality,
+    Medium,
+    TierEvent,
+    block_key,
+)
 from kvtierd.edges import replay as replay_module
 from kvtierd.edges.hub import EventHub
 from kvtierd.errors import ConfigError
@@ -26,7 +35,7 @@ TCP = "tcp://127.0.0.1:0"
 def event(number, kind=EventKind.STORED, tier="cpu", medium=Medium.CPU, locality=None, rank=0):
     parent = H + number - 1 if number % 100 else None
     meta = BlockMeta(hashes=(H + number,), parent=parent, token_ids=(number, 2, 3, 4), block_size=4)
-    block = Block(BlockId("ns", BlockKey(number.to_bytes(8, "big"))), 4096, meta, rank)
+    block = Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
     return TierEvent(kind, tier, medium, locality, block)
 
 

@@ -11,7 +11,7 @@ import zmq
 import zmq.auth
 
 from kvtierd.config.audiences import Audience, Events
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Medium, TierEvent, block_key
 from kvtierd.edges.hub import EventHub
 from kvtierd.errors import ConfigError
 from kvtierd.wire.stream import END, encode_sequence
@@ -22,7 +22,7 @@ EVENT = TierEvent(
     "cpu",
     Medium.CPU,
     None,
-    Block(BlockId("ns", BlockKey(b"k" * 8)), 4096, BlockMeta(hashes=(1 << 63,), token_ids=(7, 8))),
+    Block(BlockId("ns", block_key(b"k" * 8)), 4096, BlockMeta(hashes=(1 << 63,), token_ids=(7, 8))),
 )
 
 

@@ -9,7 +9,7 @@ import uvloop
 
 from kvtierd.config.audiences import Audience, Events
 from kvtierd.config.relay import Relay
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Medium, TierEvent, block_key
 from kvtierd.edges import relay as relay_module
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.merge import MergedStream
@@ -52,7 +52,7 @@ def gone(*numbers):
 
 def tier_event(number, kind=EventKind.STORED, medium=Medium.CPU, rank=0):
     meta = BlockMeta(hashes=(H + number,), parent=None, token_ids=(1, 2, 3, 4), block_size=4)
-    block = Block(BlockId("ns", BlockKey(number.to_bytes(8, "big"))), 4096, meta, rank)
+    block = Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
     return TierEvent(kind, "cpu" if medium is Medium.CPU else "disk", medium, None, block)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.cli.main import main
+from kvtierd.core.model import hash_of
 from kvtierd.errors import ExitCode
 from kvtierd.testing.simulate import SimulatedTier, Simulation, best_possible
 from kvtierd.testing.trace import Asked, BadTrace, read_trace
@@ -31,7 +32,7 @@ BELADY = {1_000: 0.1907, 3_000: 0.2945, 10_000: 0.3664, 30_000: 0.3664}
 def chat(requests: int = 150, seed: int = 1) -> list[Asked]:
     work = Workload(seed=seed, requests=requests, block_size=2)
     return [
-        Asked(float(moment), tuple(block.key.hash.hex() for block in request.prompt))
+        Asked(float(moment), tuple(hash_of(block.key).hex() for block in request.prompt))
         for moment, request in enumerate(work)
     ]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvtierd.core.model import BlockKey, event_hash
+from kvtierd.core.model import BlockKey, block_key, event_hash, hash_of
 from kvtierd.testing.clock import ManualClock, wait_for
 from kvtierd.testing.workload import Chain, Workload, WorkRequest, payload
 
@@ -51,7 +51,7 @@ def test_blocks_are_chained_by_hash_and_their_metadata_describes_them() -> None:
             assert len(block.meta.token_ids) == block.meta.block_size == 16
         for parent, child in pairwise(request.blocks):
             tokens = struct.pack("<16I", *child.meta.token_ids)
-            assert child.key.hash == hashlib.sha256(parent.key.hash + tokens).digest()
+            assert hash_of(child.key) == hashlib.sha256(hash_of(parent.key) + tokens).digest()
             assert child.meta.parent == parent.meta.hashes[-1]
         assert not request.blocks or request.blocks[0].meta.parent is None
 
@@ -88,10 +88,10 @@ def test_reuse_is_that_of_a_real_chat_service(seed: int) -> None:
 
 
 def test_a_payload_belongs_to_its_key_alone() -> None:
-    key = BlockKey(b"\x01" * 32)
-    assert payload(key, 4096) == payload(BlockKey(b"\x01" * 32), 8192)[:4096]
-    assert payload(key, 4096) != payload(BlockKey(b"\x01" * 32, group=1), 4096)
-    assert payload(key, 4096) != payload(BlockKey(b"\x02" * 32), 4096)
+    key = block_key(b"\x01" * 32)
+    assert payload(key, 4096) == payload(block_key(b"\x01" * 32), 8192)[:4096]
+    assert payload(key, 4096) != payload(block_key(b"\x01" * 32, group=1), 4096)
+    assert payload(key, 4096) != payload(block_key(b"\x02" * 32), 4096)
 
 
 def test_a_fork_does_not_change_the_chain_it_came_from() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvtierd.core.model import BlockId
+from kvtierd.core.model import BlockId, hash_of
 
 BUCKETS = 96
 """Ages below 2^49, which no block reaches."""
@@ -127,4 +127,4 @@ def _smoothed(row: Sequence[float]) -> list[float]:
 
 def _mixed(block_id: BlockId) -> int:
     """Return a number below ``_HASH_SPAN`` that depends on nothing but the name."""
-    return int.from_bytes(block_id.key.hash[-4:], "big") * _MIX % _HASH_SPAN
+    return int.from_bytes(hash_of(block_id.key)[-4:], "big") * _MIX % _HASH_SPAN

@@ -17,7 +17,15 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, Index, KeyHash
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockMeta,
+    Index,
+    block_key,
+    group_of,
+    hash_of,
+)
 from kvtierd.errors import KvtierdError
 
 MAGIC = b"\x89KVTIER\n"
@@ -60,7 +68,7 @@ class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
     """The msgpack map in the header region. New fields get defaults; unknown fields are ignored."""
 
     namespace: Annotated[str, Meta(min_length=32, max_length=32)]
-    hash: KeyHash
+    hash: Annotated[bytes, Meta(min_length=1, max_length=64)]
     group: Index
     payload_bytes: Annotated[int, Meta(ge=1)]
     dp_rank: Index = 0
@@ -119,8 +127,8 @@ def _metadata(block: Block) -> bytes:
         return _encoder.encode(
             _Metadata(
                 namespace=namespace,
-                hash=key.hash,
-                group=key.group,
+                hash=hash_of(key),
+                group=group_of(key),
                 payload_bytes=block.payload_bytes,
                 dp_rank=block.dp_rank,
                 meta=block.meta,
@@ -213,7 +221,7 @@ def block_of(metadata: Buffer, payload_bytes: int) -> Block:
     if found.payload_bytes != payload_bytes:
         raise FormatError(Flaw.LENGTHS)
     # One namespace string for all its blocks: a copy for each would cost 80 bytes a block.
-    block_id = BlockId(sys.intern(found.namespace), BlockKey(found.hash, found.group))
+    block_id = BlockId(sys.intern(found.namespace), block_key(found.hash, found.group))
     return Block(block_id, payload_bytes, found.meta, found.dp_rank)
 
 

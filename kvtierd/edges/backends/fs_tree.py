@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from kvtierd.core.model import BlockId, BlockKey
+from kvtierd.core.model import BlockId, BlockKey, block_key, group_of, hash_of
 
 BLOCKS = "v1"
 QUARANTINE = "quarantine"
@@ -36,7 +36,7 @@ _FILE_MODE = 0o660
 _FOLDER_MODE = 0o770
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_BLOCK = re.compile(r"((?:[0-9a-f]{2}){1,64})\.(0|[1-9][0-9]{0,9})", re.ASCII)
+_BLOCK = re.compile(r"((?:[0-9a-f]{2}){1,64})\.(0|[1-9][0-9]{0,8}|[1-3][0-9]{9})", re.ASCII)
 _SEGMENT = re.compile(r"([1-9][0-9]{3,7})-[0-9a-f]{16}", re.ASCII)
 _SHARD = re.compile(r"[0-9a-f]{2}", re.ASCII)
 
@@ -66,18 +66,18 @@ def is_shard(name: str) -> bool:
 
 def shard_of(key: BlockKey) -> str:
     """Return the folder of a block: the last byte of its hash, which varies in every kind of hash."""
-    return key.hash[-1:].hex()
+    return hash_of(key)[-1:].hex()
 
 
 def file_name(key: BlockKey) -> str:
     """Return a block's file name: at most 139 characters of hex, a dot and decimal digits."""
-    return f"{key.hash.hex()}.{key.group:d}"
+    return f"{hash_of(key).hex()}.{group_of(key):d}"
 
 
 def parse_name(name: str) -> BlockKey | None:
     """Return the key that a file name stands for, None for a foreign name."""
     match = _BLOCK.fullmatch(name)
-    return BlockKey(bytes.fromhex(match[1]), int(match[2])) if match else None
+    return block_key(bytes.fromhex(match[1]), int(match[2])) if match else None
 
 
 def is_block(name: str, shard: str) -> bool:
@@ -109,7 +109,7 @@ def check_id(block_id: BlockId) -> None:
         OSError: EINVAL.
     """
     namespace, key = block_id
-    if not is_namespace(namespace) or not 1 <= len(key.hash) <= 64 or not 0 <= key.group < 10**10:
+    if not is_namespace(namespace) or not 1 <= len(hash_of(key)) <= 64 or group_of(key) >= 4 * 10**9:
         raise OSError(errno.EINVAL, "namespace or key out of bounds")
 
 

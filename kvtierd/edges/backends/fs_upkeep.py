@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtierd.core.model import BlockId, BlockKey
+from kvtierd.core.model import BlockId, block_key, hash_of
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.edges.backends import fs_offline, fs_tree
 from kvtierd.edges.backends.base import Leftover, StoredNamespace
@@ -78,7 +78,7 @@ class FsUpkeep:
 
     def delete(self, ids: Sequence[BlockId], *, corrupt: bool = False) -> list[Outcome]:
         """Take blocks out, as the tier itself would: a scan already does so with broken headers."""
-        known = [block_id for block_id in ids if block_id.key.hash]
+        known = [block_id for block_id in ids if hash_of(block_id.key)]
         with self._owned() as backend:
             for _ in backend.scan():
                 pass
@@ -112,7 +112,7 @@ def _outcome(verdict: Verdict) -> Outcome:
     if verdict.id is None:
         namespace = verdict.place.split("/")[1]
         reason = f"{verdict.flaw} ({verdict.place})"
-        return Outcome(BlockId(namespace, BlockKey(b"")), Status.CORRUPT, reason=reason)
+        return Outcome(BlockId(namespace, block_key(b"")), Status.CORRUPT, reason=reason)
     if verdict.flaw is None:
         return Outcome(verdict.id, Status.OK, verdict.bytes)
     status = Status.CORRUPT if verdict.flaw in _FLAWS else Status.FAILED

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 
-from kvtierd.core.model import BlockId, BlockKey
+from kvtierd.core.model import BlockId, block_key, group_of, hash_of
 
 VERSION = "v1"
 RECORD = "namespace.json"
 _NAMESPACE = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_BLOCK = re.compile(r"([0-9a-f]{32})/([0-9a-f]{2})/((?:[0-9a-f]{2}){1,64})\.(0|[1-9][0-9]{0,9})", re.ASCII)
+_BLOCK = re.compile(
+    r"([0-9a-f]{32})/([0-9a-f]{2})/((?:[0-9a-f]{2}){1,64})\.(0|[1-9][0-9]{0,8}|[1-3][0-9]{9})", re.ASCII
+)
 
 
 class Keys:
@@ -28,10 +30,11 @@ class Keys:
         Raises:
             ValueError: the namespace is none, or the hash or group is out of bounds.
         """
-        key = block_id.key
-        if not 1 <= len(key.hash) <= 64 or not 0 <= key.group < 10**10:
+        name = hash_of(block_id.key)
+        if not 1 <= len(name) <= 64 or group_of(block_id.key) >= 4 * 10**9:
             raise ValueError("key out of bounds")
-        return f"{self.namespace(block_id.namespace)}/{key.hash[-1:].hex()}/{key.hash.hex()}.{key.group:d}"
+        where = f"{self.namespace(block_id.namespace)}/{name[-1:].hex()}"
+        return f"{where}/{name.hex()}.{group_of(block_id.key):d}"
 
     def record(self, namespace: str) -> str:
         """Return the key of a namespace's record; raises ``ValueError`` for one that is none."""
@@ -50,5 +53,5 @@ class Keys:
         match = _BLOCK.fullmatch(path[len(self.root) + 1 :])
         if match is None:
             return None
-        block_id = BlockId(match[1], BlockKey(bytes.fromhex(match[3]), int(match[4])))
+        block_id = BlockId(match[1], block_key(bytes.fromhex(match[3]), int(match[4])))
         return block_id if self.block(block_id) == path else None

@@ -12,21 +12,9 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from kvtierd.core.model import BlockKey, BlockMeta
+from kvtierd.core.model import GROUP_BYTES, BlockKey, BlockMeta
 from kvtierd.engines.vllm.identity import GroupShape
 from kvtierd.engines.vllm.versions import to_event_extra_keys
-
-GROUP_BYTES = 4
-
-
-def to_block_key(key: bytes) -> BlockKey:
-    """Convert vLLM's ``OffloadKey`` (block hash, then 4 bytes of group number, big endian)."""
-    return BlockKey(key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big"))
-
-
-def to_offload_key(key: BlockKey) -> bytes:
-    """Convert back to vLLM's ``OffloadKey``."""
-    return key.hash + key.group.to_bytes(GROUP_BYTES, "big")
 
 
 class Chain:
@@ -38,26 +26,16 @@ class Chain:
     def __init__(self, request: Any, shapes: Sequence[GroupShape]) -> None:
         self._request = request
         self._shapes = {shape.group.to_bytes(GROUP_BYTES, "big"): shape for shape in shapes}
-        self._keys: dict[bytes, list[bytes]] = {suffix: [] for suffix in self._shapes}
+        self._keys: dict[bytes, list[BlockKey]] = {suffix: [] for suffix in self._shapes}
         self._place: dict[bytes, int] = {}
         self._hashes_seen = 0
 
-    def all(self, cap: int | None = None) -> list[bytes]:
-        """All keys of all groups, each group root first."""
+    def all(self, cap: int | None = None) -> list[BlockKey]:
+        """All keys of all groups, each group root first. The daemon's key is vLLM's ``OffloadKey``."""
         self._grow()
         return [key for suffix, keys in self._keys.items() for key in keys[: self._count(suffix, cap)]]
 
-    def block_keys(self, cap: int | None = None) -> list[BlockKey]:
-        """Return :meth:`all` as the daemon names them."""
-        new = tuple.__new__
-        found: list[BlockKey] = []
-        for suffix, shape in self._shapes.items():
-            group = shape.group
-            keys = self._keys[suffix][: self._count(suffix, cap)]
-            found += [new(BlockKey, (key[:-GROUP_BYTES], group)) for key in keys]
-        return found
-
-    def run(self, key: bytes, wanted: Callable[[bytes], bool]) -> list[bytes]:
+    def run(self, key: bytes, wanted: Callable[[bytes], bool]) -> list[BlockKey]:
         """The keys that vLLM needs together with ``key``, as far as they are ``wanted`` without a gap.
 
         A full attention group is looked up from the first block that the engine lacks to the end. Other
@@ -149,7 +127,7 @@ class Chain:
         for suffix, shape in self._shapes.items():
             keys, step = self._keys[suffix], shape.hashes_per_chunk
             known = len(keys)
-            keys += [each + suffix for each in hashes[(known + 1) * step - 1 :: step]]
+            keys += [BlockKey(each + suffix) for each in hashes[(known + 1) * step - 1 :: step]]
             self._place.update(zip(keys[known:], range(known, len(keys)), strict=True))
 
 

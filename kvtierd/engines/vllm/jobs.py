@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvtierd.core.model import BlockMeta, Scope, SkipReason
-from kvtierd.engines.vllm.chain import to_block_key, to_offload_key
+from kvtierd.core.model import BlockKey, BlockMeta, Scope, SkipReason
 from kvtierd.engines.vllm.guard import Guard
 from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.transfer import NO_SLOT, PoolSpec, WorkerReport
@@ -75,14 +74,14 @@ class Jobs:
 
     def load(self, request: str, keys: Collection[bytes], scope: Scope | None) -> PoolSpec:
         """Ask for the slots of blocks that were hits; all of them that are still there are leased."""
-        wanted = [to_block_key(key) for key in keys]
+        wanted = list(map(BlockKey, keys))
         return self._begin(request, keys, False, lambda: self._pipeline.load(wanted, 0.0, scope)).spec
 
     def store(
         self, request: str, keys: Collection[bytes], metas: Sequence[BlockMeta | None], scope: Scope | None
     ) -> Transfer | None:
         """Ask for slots for what is not there yet; ``None`` when nobody can be asked."""
-        wanted = [to_block_key(key) for key in keys]
+        wanted = list(map(BlockKey, keys))
         made = self._begin(request, keys, True, lambda: self._pipeline.prepare_store(wanted, metas, scope))
         if made.call is not None and not made.call.miss:
             return made
@@ -92,7 +91,7 @@ class Jobs:
 
     def offer(self, keys: Collection[bytes], metas: Sequence[BlockMeta | None], scope: Scope | None) -> None:
         """Let blocks that are surely in the pool go down to other tiers; nobody waits for the answer."""
-        wanted = [to_block_key(key) for key in keys]
+        wanted = list(map(BlockKey, keys))
         call = self._guard.call(
             "prepare_store", lambda: self._pipeline.prepare_store(wanted, metas, scope), None
         )
@@ -156,7 +155,7 @@ class Jobs:
     def _write(self, spec: PoolSpec, grant: Any, is_store: bool) -> None:
         generations = (grant.generation,) * len(grant.keys) if is_store else grant.generations
         given = {
-            to_offload_key(key): (slot, generation)
+            key: (slot, generation)
             for key, slot, generation in zip(grant.keys, grant.slots, generations, strict=True)
         }
         places = [given.get(key, (NO_SLOT, 0)) for key in spec.keys]
@@ -202,7 +201,7 @@ class Jobs:
 
     def _end(self, transfer: Transfer) -> None:
         if transfer.is_store:
-            void = [to_block_key(key) for key in transfer.failed]
+            void = list(map(BlockKey, transfer.failed))
             self._pipeline.commit(transfer.grant, void)
         else:
             self._pipeline.release(transfer.grant)

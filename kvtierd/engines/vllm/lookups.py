@@ -19,8 +19,8 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvtierd.core.model import KeyState
-from kvtierd.engines.vllm.chain import Chain, to_block_key
+from kvtierd.core.model import BlockKey, KeyState
+from kvtierd.engines.vllm.chain import Chain
 from kvtierd.engines.vllm.guard import Guard
 from kvtierd.engines.vllm.scope import RequestScope
 from kvtierd.errors import RequestRefused
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class _Run:
     """Blocks that must come from below, or be leased, before they are hits: a question asked repeatedly."""
 
-    keys: list[bytes]
+    keys: list[BlockKey]
     asked_at: float = 0.0
     call: Any = None
     answer: Any = None
@@ -59,7 +59,7 @@ class _Open:
     chain: Chain
     wish: RequestScope
     leased: bool
-    keys: list[bytes] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
     results: dict[bytes, Any] = field(default_factory=dict)
     resident: set[bytes] = field(default_factory=set)
     loose: set[bytes] = field(default_factory=set)
@@ -172,7 +172,7 @@ class Lookups:
         if not opened.keys or opened.problem:
             return None
         return self._pipeline.lookup(
-            opened.chain.block_keys(opened.wish.max_tokens),
+            opened.keys,
             lease=self._lease if opened.leased else None,
             everywhere=True,
             touch=True,
@@ -243,7 +243,7 @@ class Lookups:
             opened.results[key] = MISS
             return MISS
         known = opened.results
-        run = [key]
+        run = [BlockKey(key)]
         if key in opened.loose:
             run = opened.chain.run(key, lambda other: known.get(other) is not MISS)
         elif opened.chain.has(key):  # the request has grown since it was asked for
@@ -273,7 +273,7 @@ class Lookups:
         run.call = self._guard.call(
             "lookup",
             lambda: self._pipeline.lookup(
-                [to_block_key(key) for key in run.keys],
+                run.keys,
                 promote=self._waited(opened) < self._promotion_deadline,
                 lease=self._lease,
                 scope=opened.wish.scope,

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvtierd.engines.vllm.chain import GROUP_BYTES
+from kvtierd.core.model import GROUP_BYTES
 from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.transfer import WorkerReport
 

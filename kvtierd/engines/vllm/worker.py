@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtierd.core.geometry import UNIT
-from kvtierd.engines.vllm.chain import to_block_key
+from kvtierd.core.model import BlockKey
 from kvtierd.engines.vllm.copies import Copier, Piece, copier_for
 from kvtierd.engines.vllm.guard import Guard
 from kvtierd.engines.vllm.identity import Identity
@@ -252,7 +252,7 @@ class KvtierdWorker(OffloadingWorker):
         given = [key for key, slot in zip(spec.keys, spec.slots, strict=True) if slot != NO_SLOT]
         self._failed_keys.setdefault(spec.ticket, set()).update(given)
         if self._session is not None:
-            keys = tuple(to_block_key(key) for key in given)
+            keys = tuple(map(BlockKey, given))
             self._guard.call("fail", lambda: self._session.fail(spec.job, keys), None)
 
     # -- the mapping --------------------------------------------------------------------------------------

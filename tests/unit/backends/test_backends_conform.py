@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvtierd.core.model import BlockId
+from kvtierd.core.model import BlockId, group_of, hash_of
 from kvtierd.edges.backends import fs_format
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.edges.backends.memory import MemoryBackend
@@ -18,8 +18,8 @@ from kvtierd.testing.faults import FaultyBackend
 
 def path_of(root: Path, block_id: BlockId) -> Path:
     """Where FORMAT.md says that a block's file lies."""
-    name = f"{block_id.key.hash.hex()}.{block_id.key.group}"
-    return root / "v1" / block_id.namespace / block_id.key.hash.hex()[-2:] / name
+    name = f"{hash_of(block_id.key).hex()}.{group_of(block_id.key)}"
+    return root / "v1" / block_id.namespace / hash_of(block_id.key).hex()[-2:] / name
 
 
 def reopened(backend: FsBackend) -> FsBackend:

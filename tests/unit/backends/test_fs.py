@@ -18,7 +18,7 @@ import threading
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta
+from kvtierd.core.model import Block, BlockId, BlockMeta, block_key, group_of, hash_of
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import fs_lock, fs_tree
 from kvtierd.edges.backends.base import Transfer
@@ -51,8 +51,8 @@ def shared(root):
 
 
 def path_of(root, block_id):
-    name = f"{block_id.key.hash.hex()}.{block_id.key.group}"
-    return root / "v1" / block_id.namespace / block_id.key.hash.hex()[-2:] / name
+    name = f"{hash_of(block_id.key).hex()}.{group_of(block_id.key)}"
+    return root / "v1" / block_id.namespace / hash_of(block_id.key).hex()[-2:] / name
 
 
 def files_in(root):
@@ -81,7 +81,7 @@ def test_stored_bytes_are_the_blocks_that_the_file_occupies(backend, root):
 @pytest.mark.parametrize("namespace", ["../x", "/x", "a/../../b", "\0", "x" * 5000, "", "F" * 32, "0" * 31])
 def test_a_namespace_that_is_not_32_hex_digits_touches_nothing(backend, root, namespace):
     """L126."""
-    odd = Block(BlockId(namespace, BlockKey(b"k")), 4)
+    odd = Block(BlockId(namespace, block_key(b"k")), 4)
     assert write(backend, odd, b"data").status is Status.FAILED
     assert read(backend, odd) is Status.FAILED
     assert backend.delete([odd.id])[0].status is Status.FAILED

@@ -13,12 +13,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta
+from kvtierd.core.model import Block, BlockId, BlockMeta, block_key, hash_of
 from kvtierd.edges.backends import fs_format
 from kvtierd.edges.backends.fs_format import Flaw, FormatError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-KEY = BlockKey(bytes(range(32)), 1)
+KEY = block_key(bytes(range(32)), 1)
 META = BlockMeta(
     hashes=(2**64 - 1, b"\x00\x01"), parent=7, token_ids=(1, 2, 70000), block_size=16, lora_name="a"
 )
@@ -65,7 +65,7 @@ def test_the_prefix_is_laid_out_as_documented():
     assert struct.unpack_from("<HHIIIQ", data, 8) == (1, 0, 4096, length, 0, 5000)
     assert data[32:48] == xxhash.xxh3_128_digest(PAYLOAD)
     record = msgspec.msgpack.decode(data[48 : 48 + length])
-    assert (record["namespace"], record["hash"], record["group"]) == (BLOCK.id.namespace, KEY.hash, 1)
+    assert (record["namespace"], record["hash"], record["group"]) == (BLOCK.id.namespace, hash_of(KEY), 1)
     assert (record["dp_rank"], record["payload_bytes"]) == (2, 5000)
     assert record["meta"]["hashes"] == [2**64 - 1, b"\x00\x01"]
     assert data[48 + length : -8] == bytes(4096 - 56 - length)
@@ -122,7 +122,7 @@ def test_a_sealed_header_that_makes_no_sense_is_refused_with_its_flaw(offset, va
     ("other", "stored", "flaw"),
     [
         (replace(BLOCK, id=BlockId("f" * 32, KEY)), 9096, Flaw.OTHER_BLOCK),
-        (replace(BLOCK, id=BlockId(BLOCK.id.namespace, BlockKey(KEY.hash, 0))), 9096, Flaw.OTHER_BLOCK),
+        (replace(BLOCK, id=BlockId(BLOCK.id.namespace, block_key(hash_of(KEY), 0))), 9096, Flaw.OTHER_BLOCK),
         (replace(BLOCK, payload_bytes=4999), 9096, Flaw.OTHER_BLOCK),
         (BLOCK, 9095, Flaw.SHORT),
         (BLOCK, 9097, Flaw.LONG),

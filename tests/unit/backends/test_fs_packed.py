@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.core.model import BlockMeta
+from kvtierd.core.model import BlockMeta, hash_of
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import fs_io, fs_packed
 from kvtierd.edges.backends.base import Transfer
@@ -351,7 +351,7 @@ def test_a_killed_writer_leaves_no_false_hit_and_little_space(backend, root):
         found = scanned(backend)
         assert len({one.block.id for one in found}) == len(found)
         for one in found:
-            number = int.from_bytes(one.block.id.key.hash, "big")
+            number = int.from_bytes(hash_of(one.block.id.key), "big")
             assert read(backend, block(number)) == payload(number)
         assert allocated(root) <= len(found) * SLOT + 4 * 4096
         backend.close()

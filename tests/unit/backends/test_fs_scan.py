@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from kvtierd.core.model import hash_of
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import fs_scan_pool
 from kvtierd.edges.backends.fs import FsBackend
@@ -55,7 +56,7 @@ def test_files_and_slots_come_in_one_order_of_last_use(backend):
     read(backend, block(0, size=1))
     read(backend, block(1, size=300_000))
     restart(backend)
-    order = [int.from_bytes(one.block.id.key.hash, "big") for one in scanned(backend)]
+    order = [int.from_bytes(hash_of(one.block.id.key), "big") for one in scanned(backend)]
     assert order == [2, 3, 4, 5, 0, 1]
 
 

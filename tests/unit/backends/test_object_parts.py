@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from kvtierd.config.schema import ObjectTier
-from kvtierd.core.model import BlockId, BlockKey
+from kvtierd.core.model import BlockId, block_key
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import object_store
 from kvtierd.edges.backends.object_copy import copy_into
@@ -127,7 +127,7 @@ def test_a_closed_tier_makes_no_try():
 
 def test_names_lead_back_to_their_blocks():
     keys = Keys("a/b")
-    block_id = BlockId(NAMESPACE, BlockKey(b"../\0\xff", 7))
+    block_id = BlockId(NAMESPACE, block_key(b"../\0\xff", 7))
     assert keys.block(block_id) == f"a/b/v1/{NAMESPACE}/ff/2e2e2f00ff.7"
     assert keys.parse(keys.block(block_id)) == block_id
     assert Keys("").block(block_id) == f"v1/{NAMESPACE}/ff/2e2e2f00ff.7"

@@ -17,7 +17,7 @@ from kvtierd.client import AsyncClient, AsyncSession, Client
 from kvtierd.core import effects
 from kvtierd.core.effects import ErrorCode, Refused
 from kvtierd.core.geometry import UNIT, Geometry
-from kvtierd.core.model import Group, KeyState, Layout, SkipReason
+from kvtierd.core.model import Group, KeyState, Layout, SkipReason, hash_of
 from kvtierd.errors import RemoteProtocolError
 from kvtierd.wire.framing import frame
 from kvtierd.wire.messages import StatusReport, StatusRequest
@@ -319,7 +319,7 @@ class FakeDaemon:
         if request.tier not in (None, "cpu"):
             return Refused(id=request.id, code=ErrorCode.UNKNOWN_TIER, message=f"no tier {request.tier}")
         entries = [
-            effects.InventoryEntry("cpu", "CPU", None, key, (int.from_bytes(key.hash[-8:], "big"),), 0)
+            effects.InventoryEntry("cpu", "CPU", None, key, (int.from_bytes(hash_of(key)[-8:], "big"),), 0)
             for key in self.blocks
         ]
         page = tuple(entries[request.cursor : request.cursor + 2])

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from kvtierd.client import BlockKey, KeyState
+from kvtierd.client import KeyState, block_key
 from kvtierd.client._link import Backoff
 from kvtierd.core import stimuli
 from kvtierd.core.effects import ErrorCode
 from kvtierd.errors import Unavailable
 from kvtierd.wire.messages import Hello
 
-A, B = BlockKey(b"a" * 8), BlockKey(b"b" * 8)
+A, B = block_key(b"a" * 8), block_key(b"b" * 8)
 BLOCK = bytes(range(250)) * 8
 
 

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from kvtierd.client import AsyncClient, BlockKey, Client, KeyState
+from kvtierd.client import AsyncClient, Client, KeyState, block_key
 from kvtierd.client._mapping import process_token
 from kvtierd.core import stimuli
 
-A = BlockKey(b"a" * 8)
+A = block_key(b"a" * 8)
 
 
 def in_child(work):
@@ -104,7 +104,7 @@ def test_threads_share_a_blocking_session(daemon, socket_path, layout):
 
         def work(number):
             for turn in range(50):
-                keys = [BlockKey(bytes([number, turn])), BlockKey(b"other")]
+                keys = [block_key(bytes([number, turn])), block_key(b"other")]
                 if len(s.lookup(keys[: 1 + turn % 2]).states) != 1 + turn % 2:
                     wrong.append(turn)
 

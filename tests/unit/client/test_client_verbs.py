@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvtierd.client import BlockKey, BlockMeta, KeyState, Scope, SkipReason
+from kvtierd.client import BlockMeta, KeyState, Scope, SkipReason, block_key
 from kvtierd.core import stimuli
 from kvtierd.core.effects import ErrorCode
 from kvtierd.core.geometry import Geometry
 from kvtierd.errors import LocalProtocolError, RequestRefused
 
-A, B, C = (BlockKey(letter * 8, 0) for letter in (b"a", b"b", b"c"))
+A, B, C = (block_key(letter * 8, 0) for letter in (b"a", b"b", b"c"))
 BLOCK = bytes(range(250)) * 8  # 2 ranks x 1000 bytes
 
 
@@ -45,7 +45,7 @@ def test_a_slot_of_another_pool_or_outside_the_pool_is_not_given(daemon, attach)
 
 def test_store_commit_lookup_load_release(daemon, attach):
     s = attach()
-    job = s.prepare_store([A, (B.hash, 0)], meta=[BlockMeta(hashes=(1,)), None], scope=Scope(store_to=()))
+    job = s.prepare_store([A, B], meta=[BlockMeta(hashes=(1,)), None], scope=Scope(store_to=()))
     assert job.keys == (A, B)
     assert (job.pool_id, job.generation) == (daemon.pool_id, 7)
     for view in job.views():
@@ -87,7 +87,7 @@ def test_a_worker_reports_failed_keys_before_the_commit(daemon, attach):
 
 def test_put_and_get_give_the_bytes_back_of_every_rank_and_group(daemon, attach):
     s = attach()
-    small = BlockKey(b"s", 1)
+    small = block_key(b"s", 1)
     assert s.put(A, BLOCK, meta=BlockMeta(hashes=(1,)))
     assert s.put(small, memoryview(BLOCK)[:1024])
     assert s.put(A, BLOCK)  # already there
@@ -107,7 +107,7 @@ def test_put_of_a_wrong_size_or_group_is_refused_before_anything_is_sent(daemon,
     with pytest.raises(ValueError, match="2000 bytes, not 3"):
         s.put(A, b"abc")
     with pytest.raises(ValueError, match="no group 9"):
-        s.put(BlockKey(b"x", 9), BLOCK)
+        s.put(block_key(b"x", 9), BLOCK)
     with pytest.raises(ValueError, match="1 metadata for 2 keys"):
         s.prepare_store([A, B], meta=[None])
     assert not daemon.of_type(stimuli.PrepareStore)
@@ -115,7 +115,7 @@ def test_put_of_a_wrong_size_or_group_is_refused_before_anything_is_sent(daemon,
 
 def test_counting_verbs_and_a_paged_inventory(daemon, attach):
     s = attach()
-    keys = [BlockKey(bytes([n]) * 8) for n in range(5)]
+    keys = [block_key(bytes([n]) * 8) for n in range(5)]
     with s.prepare_store(keys):
         pass
     assert [entry.key for entry in s.inventory()] == keys
@@ -169,10 +169,10 @@ def test_a_passing_refusal_is_a_miss_that_names_its_reason(daemon, attach, code)
 
 def test_a_field_that_does_not_fit_is_named(daemon, attach):
     s = attach()
-    with pytest.raises(RequestRefused, match=r"bad_request.*keys\[0\]\[0\]"):
-        s.lookup([BlockKey(b"")])
+    with pytest.raises(RequestRefused, match=r"bad_request.*keys\[0\]"):
+        s.lookup([block_key(b"")])
     with pytest.raises(TypeError):
-        s.lookup([BlockKey(object())])
+        s.lookup([object()])
     assert s.lookup([A]).reason == ""
 
 

@@ -5,7 +5,7 @@ import pytest
 from kvtierd.core.effects import Loaded, Read, Write
 from kvtierd.core.gate import BACKLOG_HIGH, FAULTS, FIRST_PAUSE, LONGEST_PAUSE, TARGET, Breaker, Gate
 from kvtierd.core.geometry import UNIT
-from kvtierd.core.model import BlockId, KeyState
+from kvtierd.core.model import BlockId, KeyState, hash_of
 from kvtierd.core.stimuli import Load, Stalled, Status
 from kvtierd.testing.rig import LAYOUT, fs_spec, key
 
@@ -92,7 +92,7 @@ def test_a_slow_tier_drops_cascades_and_nothing_else_and_recovers(rigged):
     assert rig.ladder.stack.by_name["slow"].in_flight <= 8 * UNIT
     rig.hold = False
     rig.run_held()
-    assert {number.hash[-1] for tier, number in rig.inventory() if tier == "fast"} == set(range(60))
+    assert {hash_of(number)[-1] for tier, number in rig.inventory() if tier == "fast"} == set(range(60))
     for number in range(100, 110):
         rig.store(number)
     assert condition(rig) == "ok"
@@ -159,7 +159,7 @@ def test_no_space_costs_the_oldest_blocks_of_the_tier_not_the_newest(rigged):
 
     rig.judge = judge
     rig.store(10)
-    disk = {entry.hash[-1] for tier, entry in rig.inventory() if tier == "disk"}
+    disk = {hash_of(entry)[-1] for tier, entry in rig.inventory() if tier == "disk"}
     assert disk == {2, 3, 4, 5, 10}
 
 
@@ -170,13 +170,13 @@ def test_an_undeletable_victim_keeps_its_room_and_the_next_one_goes(rigged):
     rig.judge = lambda op, tier, bid: Status.FAILED if (op, bid) == ("delete", stubborn) else Status.OK
     for number in range(5):
         rig.store(number)
-    assert {entry.hash[-1] for tier, entry in rig.inventory() if tier == "disk"} == {3, 4}
+    assert {hash_of(entry)[-1] for tier, entry in rig.inventory() if tier == "disk"} == {3, 4}
     assert len(rig.storage["disk"]) == 3, "never over the limit"
     assert rig.ladder.statistics()["tiers"][1]["counters"]["undeletable"] == 1
     rig.judge = lambda op, tier, bid: Status.OK
     rig.advance(60.0)
     rig.store(5)
-    assert {entry.hash[-1] for tier, entry in rig.inventory() if tier == "disk"} == {3, 4, 5}
+    assert {hash_of(entry)[-1] for tier, entry in rig.inventory() if tier == "disk"} == {3, 4, 5}
 
 
 def test_when_nothing_can_be_deleted_stores_are_refused_without_spinning(rigged):

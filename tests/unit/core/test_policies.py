@@ -11,7 +11,7 @@ import pytest
 
 from kvtierd.config.schema import Policy as PolicyName
 from kvtierd.core.effects import Loaded
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta
+from kvtierd.core.model import Block, BlockId, BlockMeta, block_key
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.policies.ghosts import Ghosts
 from kvtierd.core.policies.order import Order
@@ -24,7 +24,7 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
 def node(number: int, parent: int | None = None, state: State = State.RESIDENT) -> Node:
-    name = BlockKey(number.to_bytes(8, "big"))
+    name = block_key(number.to_bytes(8, "big"))
     return Node(Block(BlockId("ns", name), 1, BlockMeta(hashes=(number,), parent=parent)), state)
 
 
@@ -189,7 +189,7 @@ def test_an_order_gives_the_smallest_number_first_and_keeps_nothing_behind():
 
 def test_ghosts_forget_the_oldest_beyond_their_limit():
     ghosts = Ghosts()
-    ids = [BlockId("ns", BlockKey(bytes([number]))) for number in range(5)]
+    ids = [BlockId("ns", block_key(bytes([number]))) for number in range(5)]
     for number, block_id in enumerate(ids):
         ghosts.put(block_id, number, 3)
     assert [ghosts.take(block_id) for block_id in ids] == [None, None, 2, 3, 4]
@@ -225,5 +225,5 @@ def test_worth_is_the_best_ratio_of_later_hits_to_later_time():
 def test_the_sample_of_names_stays_bounded_and_fair():
     reuse = ReuseTimes(1)
     for number in range(50_000):
-        reuse.used(BlockId("ns", BlockKey(number.to_bytes(8, "big"))), 0, number, 100_000)
+        reuse.used(BlockId("ns", block_key(number.to_bytes(8, "big"))), 0, number, 100_000)
     assert 1500 < len(reuse._last) <= 4096

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, block_key
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.testing.simulate import best_possible
@@ -24,7 +24,7 @@ def serve(trace: Trace, capacity: int, policy: str) -> int:
     blocks = ResidentSet(POLICIES[policy]())
     hits = 0
     for request in trace:
-        ids = [BlockId("ns", BlockKey(number.to_bytes(8, "big"))) for number in request]
+        ids = [BlockId("ns", block_key(number.to_bytes(8, "big"))) for number in request]
         found = next((at for at, block_id in enumerate(ids) if block_id not in blocks.nodes), len(ids))
         hits += found
         path = [blocks.nodes[block_id] for block_id in ids[:found]]

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtierd.core.geometry import UNIT
-from kvtierd.core.model import Block, BlockId, KeyState, Locality, Scope
+from kvtierd.core.model import Block, BlockId, KeyState, Locality, Scope, hash_of
 from kvtierd.core.stimuli import Found, FoundBlock, Status
 from kvtierd.testing.rig import LAYOUT, fs_spec, key, meta
 
@@ -40,7 +40,7 @@ def test_a_tier_stays_within_its_capacity_and_evicts_leaves_of_the_oldest_chain(
     for chain in range(5):
         rig.store(chain * 10, chain * 10 + 1, chain * 10 + 2)
         assert len(rig.storage["disk"]) <= 6
-    disk = {entry.hash[-1] for tier, entry in rig.inventory() if tier == "disk"}
+    disk = {hash_of(entry)[-1] for tier, entry in rig.inventory() if tier == "disk"}
     assert {40, 41, 42} <= disk
     assert rig.story().index(("removed", "disk", 2)) < rig.story().index(("removed", "disk", 0))
 

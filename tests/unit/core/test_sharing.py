@@ -4,7 +4,7 @@ import pytest
 
 from kvtierd.core.effects import LookedUp, Probe, Refused
 from kvtierd.core.geometry import UNIT
-from kvtierd.core.model import Block, BlockId, KeyState, Locality, Scope
+from kvtierd.core.model import Block, BlockId, KeyState, Locality, Scope, hash_of
 from kvtierd.core.probing import ABSENT_SECONDS
 from kvtierd.core.promotion import GRACE
 from kvtierd.core.stimuli import Found, FoundBlock, Load, Lookup, PrepareStore, Status
@@ -106,8 +106,8 @@ def test_a_tier_written_on_eviction_gets_what_the_pool_gives_up_and_nothing_else
     assert rig.storage["disk"] == {}
     for number in range(20, 40):
         rig.store(number)
-    disk = {entry.hash[-1] for tier, entry in rig.inventory() if tier == "disk"}
-    cpu = {entry.hash[-1] for tier, entry in rig.inventory() if tier == "cpu"}
+    disk = {hash_of(entry)[-1] for tier, entry in rig.inventory() if tier == "disk"}
+    cpu = {hash_of(entry)[-1] for tier, entry in rig.inventory() if tier == "cpu"}
     assert disk | cpu == {*range(8), *range(20, 40)}, "nothing was lost"
     assert not disk & cpu
     assert rig.load(0, 1).sources == ("disk", "disk")
@@ -159,7 +159,7 @@ def test_promotions_never_flush_the_pool(rigged):
     rig.store(200, 201, 202, 203, chain=False)
     for number in range(100):
         rig.ask(Lookup, keys=(key(number),), promote=True)
-    promoted = {entry.hash[-1] for tier, entry in rig.inventory() if tier == "cpu"} & set(range(100))
+    promoted = {hash_of(entry)[-1] for tier, entry in rig.inventory() if tier == "cpu"} & set(range(100))
     assert promoted == {0, 1, 2, 3, 4}, "half of the pool, and none was evicted by a later one"
     assert rig.store(300) == (key(300),), "stores are still admitted"
     assert rig.ladder.statistics()["tiers"][0]["counters"]["promotion_over_budget"] == 95

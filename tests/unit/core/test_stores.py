@@ -1,7 +1,7 @@
 """Stores: reservation, commit, eviction at allocation, leaf first."""
 
 from kvtierd.core.effects import Committed, Done, Refused
-from kvtierd.core.model import KeyState, Scope, SkipReason
+from kvtierd.core.model import KeyState, Scope, SkipReason, hash_of
 from kvtierd.core.stimuli import (
     Abort,
     Commit,
@@ -72,7 +72,7 @@ def test_a_burst_of_three_times_the_pool_leaves_the_newest_blocks(rigged):
     rig = rigged(8)
     for number in range(24):
         rig.store(number)
-    assert {entry.hash[-1] for _, entry in rig.inventory()} == set(range(16, 24))
+    assert {hash_of(entry)[-1] for _, entry in rig.inventory()} == set(range(16, 24))
 
 
 def test_a_chain_longer_than_the_pool_keeps_its_head(rigged):

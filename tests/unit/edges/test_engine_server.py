@@ -9,7 +9,7 @@ import os
 import pytest
 
 from kvtierd.core.effects import Attached, Done, ErrorCode
-from kvtierd.core.model import BlockKey, Group, Layout
+from kvtierd.core.model import Group, Layout, block_key
 from kvtierd.core.stimuli import Attach, Lookup, Touch
 from kvtierd.edges.engine import EngineServer, Limits
 from kvtierd.edges.liveness import Liveness
@@ -37,7 +37,7 @@ HELLO = frame(encode(Hello(id=1, versions=(1, 1))))
 
 
 def touch(number, keys=1):
-    return frame(encode(Touch(id=number, keys=tuple(BlockKey(bytes([0, 0, k % 256])) for k in range(keys)))))
+    return frame(encode(Touch(id=number, keys=tuple(block_key(bytes([0, 0, k % 256])) for k in range(keys)))))
 
 
 class Scene:

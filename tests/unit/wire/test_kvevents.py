@@ -6,7 +6,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockMeta,
+    EventKind,
+    Locality,
+    Medium,
+    TierEvent,
+    block_key,
+)
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
@@ -26,9 +35,9 @@ ROOT = 0xF100000000000600
 
 def block(event_hash=ROOT, *, parent=None, tokens=(6000, 6001, 6002, 6003), group=0, **meta):
     if isinstance(event_hash, int):
-        key = BlockKey(event_hash.to_bytes(32, "big"), group)
+        key = block_key(event_hash.to_bytes(32, "big"), group)
     else:
-        key = BlockKey(event_hash, group)
+        key = block_key(event_hash, group)
     described = BlockMeta(
         hashes=(event_hash,), parent=parent, token_ids=tokens, block_size=len(tokens), **meta
     )
@@ -36,7 +45,7 @@ def block(event_hash=ROOT, *, parent=None, tokens=(6000, 6001, 6002, 6003), grou
 
 
 def placeholder(event_hash, group=0):
-    return Block(BlockId("ns", BlockKey(event_hash.to_bytes(32, "big"), group)), 4096)
+    return Block(BlockId("ns", block_key(event_hash.to_bytes(32, "big"), group)), 4096)
 
 
 def event(what, kind=EventKind.STORED, medium=Medium.CPU, locality=None, tier="t"):
@@ -61,7 +70,7 @@ def test_a_chain_of_cpu_stores_has_the_bytes_that_vllm_would_send():
 
 def test_a_block_of_several_hashes_is_announced_as_a_chain_of_single_blocks():
     chunk = Block(
-        BlockId("ns", BlockKey(b"chunk")),
+        BlockId("ns", block_key(b"chunk")),
         4096,
         BlockMeta(hashes=(ROOT, ROOT + 1), token_ids=tuple(range(6000, 6008)), block_size=4),
     )
@@ -74,7 +83,7 @@ def test_extra_keys_and_lora_pass_through_unchanged_each_block_its_own():
     """L41."""
     keys = (("adapter", ("image-1", 3), "salt"), None)
     chunk = Block(
-        BlockId("ns", BlockKey(b"chunk")),
+        BlockId("ns", block_key(b"chunk")),
         4096,
         BlockMeta(
             hashes=(ROOT, ROOT + 1),

@@ -14,14 +14,14 @@ import pytest
 
 from kvtierd.core import effects, stimuli
 from kvtierd.core.effects import ErrorCode, InventoryEntry, Skipped
-from kvtierd.core.model import BlockKey, BlockMeta, Group, KeyState, Layout, Scope, SkipReason
+from kvtierd.core.model import BlockMeta, Group, KeyState, Layout, Scope, SkipReason, block_key
 from kvtierd.wire import messages
 
 HERE = Path(__file__).resolve()
 GOLDEN = HERE.parents[2] / "golden" / "protocol_v1.json"
 PAGE = Path(messages.__file__).with_name("PROTOCOL.md")
 
-K1, K2 = BlockKey(bytes(range(32)), 0), BlockKey(b"\xff" * 8, 1)
+K1, K2 = block_key(bytes(range(32)), 0), block_key(b"\xff" * 8, 1)
 LAYOUT = Layout(
     model="org/model",
     revision="main",

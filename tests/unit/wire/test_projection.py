@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockMeta,
+    EventKind,
+    Locality,
+    Medium,
+    TierEvent,
+    block_key,
+)
 from kvtierd.wire.kvevents import Form
 from kvtierd.wire.projection import Projection, View, runs_of
 
@@ -14,7 +23,7 @@ BASE = 0xF100000000000000
 def block(*numbers, parent=None, rank=0, group=0, namespace="ns"):
     hashes = tuple(BASE + number for number in numbers)
     return Block(
-        BlockId(namespace, BlockKey(bytes([*numbers]), group)),
+        BlockId(namespace, block_key(bytes([*numbers]), group)),
         4096,
         BlockMeta(
             hashes=hashes,
@@ -109,7 +118,7 @@ def test_media_that_an_audience_does_not_want_are_neither_told_nor_counted():
 
 def test_the_removal_has_the_form_of_the_store_that_was_announced():
     projection = Projection()
-    bare = Block(BlockId("ns", BlockKey((BASE + 1).to_bytes(8, "big"))), 4096)
+    bare = Block(BlockId("ns", block_key((BASE + 1).to_bytes(8, "big"))), 4096)
     rich = block(1)
     rich = Block(rich.id, 4096, BlockMeta(hashes=rich.hashes, spec_kind=None))
     on_disk = {"tier": "fs", "medium": Medium.STORAGE}

@@ -4,7 +4,16 @@ import io
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockMeta,
+    EventKind,
+    Locality,
+    Medium,
+    TierEvent,
+    block_key,
+)
 from kvtierd.testing.rig import key, meta
 from kvtierd.wire.announced import History, TierLabel
 from kvtierd.wire.records import (
@@ -44,7 +53,7 @@ def read(*generations, tail=1.0):
 
 
 FULL = Block(
-    BlockId("other", BlockKey(b"\x00" * 31 + b"\x07", 3)),
+    BlockId("other", block_key(b"\x00" * 31 + b"\x07", 3)),
     12288,
     BlockMeta(
         hashes=(1 << 63, b"\xff" * 32),
@@ -59,7 +68,7 @@ FULL = Block(
     ),
     dp_rank=2,
 )
-BARE = Block(BlockId("space", BlockKey(b"x")), 4096)
+BARE = Block(BlockId("space", block_key(b"x")), 4096)
 
 
 def test_every_field_of_a_block_comes_back():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Medium, TierEvent, block_key
 from kvtierd.wire import hold as hold_module
 from kvtierd.wire.hold import Hold
 from kvtierd.wire.kvevents import BlockRemoved, BlockStored
@@ -15,7 +15,7 @@ H = 0xF100000000000000
 def event(*numbers, kind=EventKind.STORED, medium=Medium.CPU, rank=0):
     hashes = tuple(H + n for n in numbers)
     meta = BlockMeta(hashes=hashes, parent=None, token_ids=(1,) * len(hashes), block_size=1)
-    block = Block(BlockId("ns", BlockKey(numbers[0].to_bytes(8, "big"))), 4096, meta, rank)
+    block = Block(BlockId("ns", block_key(numbers[0].to_bytes(8, "big"))), 4096, meta, rank)
     return TierEvent(kind, "cpu", medium, None, block)
 
 

@@ -13,7 +13,16 @@ import msgspec
 import pytest
 
 from kvtierd.config.audiences import PRESETS, Audience, Events
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockMeta,
+    EventKind,
+    Locality,
+    Medium,
+    TierEvent,
+    block_key,
+)
 from kvtierd.edges.hub import _stream_plan
 from kvtierd.wire.orphans import Orphans
 from kvtierd.wire.projection import Projection, runs_of
@@ -162,7 +171,7 @@ def block(chain, depth):
         token_ids=tuple(range(number * 4, number * 4 + 4)),
         block_size=4,
     )
-    return Block(BlockId("ns", BlockKey(number.to_bytes(8, "big"))), 4096, meta)
+    return Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta)
 
 
 TIERS = {"cpu": (Medium.CPU, None), "disk": (Medium.STORAGE, Locality.LOCAL)}

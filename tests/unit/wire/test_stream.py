@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Medium, TierEvent, block_key
 from kvtierd.testing.consumer import ReferenceConsumer
 from kvtierd.wire import stream
 from kvtierd.wire.kvevents import decode_batch
@@ -19,7 +19,7 @@ def block(number, rank=0, tokens=4):
     meta = BlockMeta(
         hashes=(BASE + number,), parent=parent, token_ids=tuple(range(tokens)), block_size=tokens
     )
-    return Block(BlockId("ns", BlockKey(number.to_bytes(8, "big"))), 4096, meta, rank)
+    return Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
 
 
 def event(number, kind=EventKind.STORED, rank=0):

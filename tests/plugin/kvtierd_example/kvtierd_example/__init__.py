@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtierd.core.model import Block, BlockId, Layout
+from kvtierd.core.model import Block, BlockId, Layout, group_of, hash_of
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
 from kvtierd.edges.backends import fs_format
 from kvtierd.edges.backends.base import Backend, Transfer
@@ -38,7 +38,7 @@ class FlatBackend:
             raise TierError(self.name, f"cannot use {self.folder}: {error.strerror}") from error
 
     def path(self, block_id: BlockId) -> Path:
-        return self.folder / f"{block_id.namespace}.{block_id.key.hash.hex()}.{block_id.key.group}"
+        return self.folder / f"{block_id.namespace}.{hash_of(block_id.key).hex()}.{group_of(block_id.key)}"
 
     def scan(self) -> Iterator[list[FoundBlock]]:
         paths = [path for path in self.folder.iterdir() if path.name.count(".") == 2]

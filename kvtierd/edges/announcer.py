@@ -27,6 +27,9 @@ class Hub(Protocol):
     def seed(self, events: Sequence[TierEvent]) -> None:
         """Know residencies that readers were told of by an earlier run; nothing is sent."""
 
+    def settle(self) -> None:
+        """Take note that all that an earlier run told is seeded."""
+
     def publish(self, events: Sequence[TierEvent]) -> None:
         """Tell every audience one turn's events."""
 
@@ -64,6 +67,7 @@ class Announcer:
         self._journal.follow(self._announced)
         told = self._announced.begin()
         self._hub.seed(told.seeds)
+        self._hub.settle()
         first = self._fresh and not self._journal.continued
         self._held = None if first else [Told([], told.events)]
 

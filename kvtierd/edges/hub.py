@@ -24,6 +24,7 @@ from kvtierd.edges.curve import CurveKeys, Doorkeeper
 from kvtierd.edges.outlet import Outlet, OutletPlan
 from kvtierd.edges.publisher import Publisher, StreamPlan
 from kvtierd.edges.sequence import SequenceStore
+from kvtierd.edges.view_file import ViewFile
 from kvtierd.errors import ConfigError
 from kvtierd.wire.kvevents import Form, WireEvent
 from kvtierd.wire.projection import View
@@ -85,6 +86,7 @@ class EventHub:
                 ),
                 clock=clock,
                 ranks=self._ranks.known,
+                views=[ViewFile(state_dir, o.label) for o in outlets],
             )
             for plan, outlets in plans.items()
         ]
@@ -119,6 +121,11 @@ class EventHub:
         """Know residencies that readers were told of by an earlier run; nothing is sent."""
         for publisher in self._publishers:
             publisher.seed(events)
+
+    def settle(self) -> None:
+        """Say that all seeds of before are in. May take seconds (any thread)."""
+        for publisher in self._publishers:
+            publisher.settle()
 
     def inject(self, rank: int, events: Sequence[WireEvent], *, announce: bool = True) -> None:
         """Pass on what another publisher (an engine) says of dp rank ``rank``, as a set of its residencies.

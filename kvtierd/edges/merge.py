@@ -81,6 +81,10 @@ class MergedStream:
         self._flush()
         self._hub.seed(events)
 
+    def settle(self) -> None:
+        """Say that all seeds of before are in."""
+        self._hub.settle()
+
     def statistics(self) -> dict[str, Any]:
         """Return each relay's state, and what the hold cost, by name (plain values)."""
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,18 +19,22 @@ import zmq
 from kvtierd.core.model import TierEvent
 from kvtierd.edges.outlet import Outlet, OutletPlan
 from kvtierd.edges.sequence import SequenceStore
+from kvtierd.edges.view_file import ViewFile
 from kvtierd.wire.kvevents import WireEvent
 from kvtierd.wire.orphans import Orphans
 from kvtierd.wire.projection import Change, Projection, View, runs_of
 from kvtierd.wire.ranks import Fan
 from kvtierd.wire.stream import Limits, StreamLog, encode_sequence, split
+from kvtierd.wire.view_change import ViewChange, needs_new_start
 
 logger = logging.getLogger(__name__)
 
 MAX_HELD = 1 << 14
 """Changes that wait to be sent together; one more sends them."""
 SWEEP_SLICE = 512
-"""Changes that a rank which comes or goes is told of at a time."""
+"""Changes that a rank which comes or goes, or a changed view, is told of at a time."""
+REJOIN = 0.5
+"""Seconds for readers to connect again before they are told what another view shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Publisher:
     """Publishes one stream to its outlets. ``clock`` returns seconds since the epoch (a batch's ``ts``).
 
     ``ranks``: the dp ranks that readers know the shared pool's blocks of. The publisher closes ``sequence``.
+    ``views``: where each outlet's view is kept; where it changed, readers are told the difference.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Publisher:
         sequence: SequenceStore,
         clock: Callable[[], float],
         ranks: Iterable[int] = (0,),
+        views: Sequence[ViewFile] = (),
     ) -> None:
         self.plan = plan
         self.outlets = [Outlet(outlet) for outlet in outlets]
@@ -77,7 +83,11 @@ class Publisher:
             self._projection.watcher = self._orphans
         missing = None if self._orphans is None else self._orphans.missing
         self._log = StreamLog(plan.limits, plan.view, missing=missing)
+        self._views = views
+        self._changed = self._view_change(ranks)
         self._log.begin(sequence.upcoming)
+        self._backlog: deque[list[Change]] = deque()
+        """What is told in slices, one after the other, and all that came after it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = False
         self._held: list[Change] = []
@@ -86,6 +96,7 @@ class Publisher:
         self._sweep: Iterator[list[Change]] | None = None
         self._sweeping: asyncio.Handle | None = None
         self._beating: asyncio.TimerHandle | None = None
+        self._handle: asyncio.Handle | None = None
         self._extending: asyncio.Future[None] | None = None
         self._sent_at = 0.0
         self._rank = plan.view.rank or 0
@@ -106,9 +117,26 @@ class Publisher:
         self._open = True
         self._sent_at = loop.time()
         self._beat()
+        if self._backlog:
+            self._handle = loop.call_later(REJOIN, self._work_off)
+        else:
+            self._settled()
+
+    def settle(self) -> None:
+        """Take the residencies seeded so far for all that readers know. May take seconds (any thread)."""
+        if self._changed is None:
+            return
+        changed, self._changed = self._changed, None
+        ranks = self._fan.ranks if self._fan is not None else ()
+        difference = changed.difference(self._projection.announced, ranks)
+        self._backlog.extend(
+            difference[at : at + SWEEP_SLICE] for at in range(0, len(difference), SWEEP_SLICE)
+        )
 
     def seed(self, events: Sequence[TierEvent]) -> None:
         """Know residencies that readers heard of before this run, without a word."""
+        if self._changed is not None:
+            self._changed.seed(events)
         self._log.seed(self._spread(self._projection.apply(events)))
 
     def publish(self, events: Sequence[TierEvent]) -> None:
@@ -122,6 +150,8 @@ class Publisher:
             self._counts["foreign_events"] += len(changes)
             self._tell(changes)
         else:
+            if self._changed is not None:
+                self._changed.inject(rank, events)
             self._log.seed(changes)
 
     def set_ranks(self, ranks: frozenset[int]) -> None:
@@ -150,6 +180,7 @@ class Publisher:
             "sequence": self._last_number,
             "sequence_degraded": self._sequence.degraded,
             "announced": len(self._projection),
+            "untold": sum(map(len, self._backlog)),
             "foreign": self._projection.foreign,
             "foreign_repeats": self._projection.foreign_repeats,
             "orphans": 0 if self._orphans is None else len(self._orphans),
@@ -171,9 +202,11 @@ class Publisher:
         """Stop publishing; give running replays up to ``grace`` seconds to end."""
         if not self._open:
             return
+        while self._backlog:
+            self._work_off()
         self.flush()
         self._open = False
-        for handle in (self._beating, self._sweeping, self._flushing):
+        for handle in (self._beating, self._sweeping, self._flushing, self._handle):
             if handle is not None:
                 handle.cancel()
         await asyncio.gather(*(outlet.finish(grace, linger) for outlet in self.outlets))
@@ -208,10 +241,40 @@ class Publisher:
             held.sort(key=lambda change: change.key.rank)  # stable: each rank's in their order
         self._send_all(held)
 
+    def _view_change(self, ranks: Iterable[int]) -> ViewChange | None:
+        """Return what finds out the difference, if any outlet's readers had another view."""
+        view = self.plan.view
+        before = {known for file in self._views for known in file.known}
+        if before <= {view}:
+            return None
+        if any(needs_new_start(old, view) for old in before):
+            self._sequence.next()  # the hole that readers check for
+        for file in self._views:
+            file.save(*{**dict.fromkeys(file.known), view: None})
+        return ViewChange(before, view, ranks)
+
+    def _settled(self) -> None:
+        for file in self._views:
+            file.save(self.plan.view)
+
+    def _work_off(self) -> None:
+        """Tell a part of the backlog; the next one after others had their turn."""
+        self._tell_now(self._backlog.popleft())
+        if not self._backlog:
+            self._settled()
+        elif self._open:
+            self._handle = asyncio.get_running_loop().call_soon(self._work_off)
+
     def _spread(self, changes: list[Change]) -> list[Change]:
         return changes if self._fan is None else self._fan.spread(changes)
 
     def _tell(self, changes: list[Change]) -> None:
+        if self._backlog:
+            self._backlog.append(changes)
+        else:
+            self._tell_now(changes)
+
+    def _tell_now(self, changes: list[Change]) -> None:
         if not changes:
             return
         told = any(change.told for change in changes)

@@ -41,6 +41,9 @@ class Life:
     def seed(self, events):
         self.heard += [("seed", e) for e in events]
 
+    def settle(self):
+        assert not any(verb == "publish" for verb, _ in self.heard)
+
     def publish(self, events):
         recorded = self.journal.statistics()["entries"]
         assert recorded == len([1 for verb, _ in self.heard if verb == "publish"]) + len(events), (

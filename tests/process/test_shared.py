@@ -70,6 +70,7 @@ def test_daemons_that_write_the_same_keys_at_once_leave_one_whole_file_each(rigs
         assert status["tiers"][1]["blocks"] == 100
         assert status["tiers"][1]["last_fault"] == ""
         assert all(told_of_disk(rig, block) == ["BlockStored"] for block in made)
+    was_there_already_is_not_written_again(rigs, sessions)
     assert not list(root.rglob(".tmp-*"))
     files = copies(root, rigs[0].layout.namespace())
     assert sorted(files) == sorted(keys_of(made))
@@ -81,6 +82,23 @@ def test_daemons_that_write_the_same_keys_at_once_leave_one_whole_file_each(rigs
         assert load(session, made) == ["disk"] * 100
     one_finds_what_another_stored(rigs, sessions)
     what_one_removed_is_a_miss_for_the_others(rigs, sessions, made[:5])
+
+
+def was_there_already_is_not_written_again(rigs: list[DaemonRig], sessions: list[Session]) -> None:
+    """Whoever comes second finds the file, looks at its header, and announces it as its own store."""
+    root, new = rigs[0].folder / "disk", loose(20, "once")
+    store(sessions[0], new)
+    rigs[0].settle()
+    files = copies(root, rigs[0].layout.namespace())
+    before = {block.key: files[block.key].path.stat().st_ino for block in new}
+    for rig, session in zip(rigs[1:], sessions[1:], strict=True):
+        store(session, new)
+        rig.settle()
+        assert all(told_of_disk(rig, block) == ["BlockStored"] for block in new)
+    files = copies(root, rigs[0].layout.namespace())
+    assert {block.key: files[block.key].path.stat().st_ino for block in new} == before
+    for session in sessions:
+        session.evict(keys_of(new))
 
 
 def one_finds_what_another_stored(rigs: list[DaemonRig], sessions: list[Session]) -> None:

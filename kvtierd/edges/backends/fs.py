@@ -330,6 +330,8 @@ class FsBackend:
         try:
             for file in files:
                 self._io.sync(file.fd)
+            for namespace in {segment.namespace for segment, _ in placed.values()}:
+                self._io.sync_folder(files.folders.packed(namespace))
         except OSError as error:
             for i, place in placed.items():
                 self._packed.discard(files, place)
@@ -360,7 +362,7 @@ class FsBackend:
             fs_tree.check_id(block.id)
             placed[i] = self._packed.put(files, transfer)
         else:
-            self._files.write(files.folders, transfer)
+            size = self._files.write(files.folders, transfer, spare=self.shared)
         return Outcome(block.id, Status.OK, size)
 
     def _publish(self, files: SegmentFiles, outcome: Outcome, place: Place) -> Outcome:

@@ -27,25 +27,49 @@ class FileStore:
         self._quarantine = quarantine
         self._count = count
 
-    def write(self, folders: Folders, transfer: Transfer) -> int:
+    def write(self, folders: Folders, transfer: Transfer, *, spare: bool = False) -> int:
         """Write a block under its name; nobody ever sees half a file. Return what it occupies.
+
+        ``spare``: a file that is there already and has the right header stays: another daemon wrote it.
 
         Raises:
             OSError, FormatError: it was not written; an older file of the name is untouched.
         """
         block, data = transfer.block, transfer.data
-        header = fs_format.encode(block, fs_format.digest(data))
 
         def fill(fd: int) -> None:
             file = File(fd)
+            header = fs_format.encode(block, fs_format.digest(data))
             self._io.write(file, 0, header, data)
             if file.direct and len(data) % fs_format.ALIGN:  # whole pages were written
                 os.ftruncate(fd, len(header) + len(data))
             self._io.sync(fd)
 
         with folders.of(block.id, create=True) as folder:
+            if spare and (stored := self._spared(folder, block)):
+                return stored
             publish(folder, fs_tree.file_name(block.id.key), fill)
-        return len(header) + fs_format.aligned(len(data))
+            self._io.sync_folder(folder)
+        return fs_format.stored_bytes(block)
+
+    def _spared(self, folder: int, block: Block) -> int:
+        """Return what a block's file occupies if there is a good one, which counts as used now; 0 if not."""
+        try:
+            fd = os.open(fs_tree.file_name(block.id.key), READ, dir_fd=folder)
+        except OSError:
+            return 0
+        try:
+            info = os.fstat(fd)
+            there = found(read_header(fd, info.st_size), block.id) if stat.S_ISREG(info.st_mode) else None
+            if there is None or there.block.payload_bytes != block.payload_bytes:
+                return 0
+            _touch(fd)
+        except (OSError, FormatError):
+            return 0
+        finally:
+            os.close(fd)
+        self._count("was_there")
+        return there.stored_bytes
 
     def read(self, folders: Folders, transfer: Transfer) -> None:
         """Read a block straight into its memory and prove header, identity, length and payload.

@@ -201,6 +201,12 @@ class Io:
         if self._sync:
             os.fdatasync(fd)
 
+    def sync_folder(self, fd: int) -> None:
+        """Bring a folder's names to the disk, if ``fsync: data`` asks for it; best effort, as not all can."""
+        if self._sync:
+            with contextlib.suppress(OSError):
+                os.fsync(fd)
+
 
 def _works(call: Callable[[], object]) -> bool:
     try:

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtierd.core.model import BlockId, group_of, hash_of
+from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import fs_format
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.edges.backends.memory import MemoryBackend
-from kvtierd.testing.backend_kit import BackendKit, block, payload, read, write
+from kvtierd.testing.backend_kit import BackendKit, block, payload, read, scanned, write
 from kvtierd.testing.faults import FaultyBackend
 
 
@@ -86,6 +87,20 @@ class TestFsShared(TestFsFiles):
 
     def reopen(self, backend):
         return self.make(backend.root)
+
+    def test_a_second_write_replaces_the_first(self, backend):
+        """Not here: one that is there already was written by another daemon and is as good."""
+        write(backend, block(1), payload(1))
+        assert write(backend, block(1), payload(2)).status is Status.OK
+        assert read(backend, block(1)) == payload(1)
+        assert len(scanned(backend)) == 1
+
+    def test_a_write_replaces_a_file_that_is_not_its_block(self, backend, raw_put):
+        write(backend, block(1), payload(1))
+        for rubbish in (b"", b"rubbish", bytes(8192)):
+            raw_put(block(1).id, rubbish)
+            assert write(backend, block(1), payload(2)).status is Status.OK
+            assert read(backend, block(1)) == payload(2)
 
 
 class TestFsBehindFaults(TestFsFiles):

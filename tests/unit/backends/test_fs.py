@@ -470,7 +470,7 @@ def test_a_writer_that_was_killed_leaves_a_temporary_that_a_scan_removes(shared,
             real(fd, [bytes(vector[0])[:2000]], offset)
             os.kill(os.getpid(), signal.SIGKILL)
         os.pwritev = die
-        write(backend, block(1), payload(9))
+        write(backend, block(257), payload(9))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), root], timeout=50, check=False)
     assert done.returncode == -9

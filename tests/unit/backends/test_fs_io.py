@@ -257,3 +257,20 @@ def test_min_free_is_left_to_others(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fstatvfs", real)
     assert len(scanned(backend)) == 2
     backend.close()
+
+
+@pytest.mark.parametrize("pack_below", [0, 256 << 10])
+@pytest.mark.parametrize("fsync", ["none", "data"])
+def test_what_survives_a_power_cut_has_its_name_on_the_disk_too(tmp_path, monkeypatch, fsync, pack_below):
+    backend = open_backend(tmp_path / "root", fsync=fsync, pack_below=pack_below)
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    (view,) = pool(payload(1, 5000))
+    assert backend.write([Transfer(block(1), view)])[0].status is Status.OK
+    where = "packed" if pack_below else "01"
+    folder = str(tmp_path / "root" / "v1" / block(1).id.namespace / where)
+    assert (folder in synced) is (fsync == "data")
+    assert len(synced) == (2 if fsync == "data" else 0), "the data, then its folder"
+    assert synced[-1:] == ([folder] if fsync == "data" else [])
+    backend.close()

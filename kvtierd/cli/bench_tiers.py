@@ -214,6 +214,10 @@ async def _folder_rounds(
                 with timed(result.list_of("load")):
                     await bench.load()
                 _check(arena)
+                copies.fill_caches(tier.path)
+                with timed(result.list_of("load, cached")):
+                    await bench.load()
+                _check(arena)
                 if settings.cold:
                     await _cold(result, arena, bench, folder, plain)
                 await bench.delete()
@@ -326,5 +330,5 @@ def report(results: list[Result]) -> Iterator[str]:
         yield f"{result.place}: {blocks}, {result.writers} writers, {result.readers} readers, {rounds} rounds"
         yield f"  {'':<18}{'GB/s':>8}{'CPU-s/GiB':>12}{'of it checksum':>17}"
         for name in result.timings:
-            share = f"{result.checksum_share(name):.0%}" if name in ("store", "load", "load, cold") else ""
+            share = f"{result.checksum_share(name):.0%}" if name == "store" or name.startswith("load") else ""
             yield f"  {name:<18}{result.rate(name):>8.2f}{result.cpu(name):>12.2f}{share:>17}".rstrip()

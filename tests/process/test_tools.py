@@ -269,6 +269,7 @@ def test_bench_tiers_measures_a_folder_beside_plain_files_and_leaves_nothing(tmp
             "store",
             "plain read",
             "load",
+            "load, cached",
             "plain read, cold",
             "load, cold",
         }

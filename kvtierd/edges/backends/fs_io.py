@@ -1,9 +1,13 @@
 """How bytes of the filesystem tier move: through the page cache, around it, or as each case asks.
 
 ``buffered``: plain calls. ``direct``: ``O_DIRECT`` for whatever is aligned. ``auto``: a read takes the page
-cache where all of the range is in it and goes direct otherwise; a write goes through the page cache, which
-drops it as soon as it is on the disk (``RWF_DONTCACHE``, Linux 6.14; before: an advice). What the filesystem
-refuses is found out once, by :meth:`Io.probe`; whatever is not aligned is moved through the page cache.
+cache where half of the range or more is in it, without adding to it, and goes direct otherwise; a write goes
+through the page cache, which drops it as soon as it is on the disk (``RWF_DONTCACHE``, Linux 6.14; before: an
+advice). What the filesystem refuses is found out once, by :meth:`Io.probe`; whatever is not aligned is moved
+through the page cache.
+
+Why half: a range that was written a moment ago leaves the cache page by page, and a direct read would have to
+wait until the rest of it is on the disk.
 
 Why not ``RWF_NOWAIT`` to look into the cache: on a miss it starts to read the whole range ahead, so that the
 direct read that follows reads everything a second time. ``cachestat`` (Linux 6.5) only looks.
@@ -120,23 +124,24 @@ class Io:
 
     def read(self, file: File, offset: int, region: memoryview, data: memoryview) -> int:
         """Fill ``region`` (from :meth:`region`) and ``data`` from ``offset`` on; return the bytes read."""
-        if self._wants_direct_read(file.fd, offset, len(region) + len(data)):
+        missing = self._missing(file.fd, offset, len(region) + len(data))
+        if missing > 0.5:
             with contextlib.suppress(OSError):
                 file.set_direct(True)
                 return self._read_direct(file.fd, offset, region, data)
         file.set_direct(False)
-        return move(os.preadv, file.fd, [region, data], offset)
+        through = missing and self.dontcache
+        return move(_read_through if through else os.preadv, file.fd, [region, data], offset)
 
-    def _wants_direct_read(self, fd: int, offset: int, length: int) -> bool:
-        if not self.direct:
-            return False
+    def _missing(self, fd: int, offset: int, length: int) -> float:
+        """Return which part of a range is to be read around the page cache: what is not in it, or all."""
+        if not self.direct or (self.mode == "auto" and not self.cachestat):
+            return 0.0
         if self.mode == "direct":
-            return True
-        if not self.cachestat:
-            return False
+            return 1.0
         pages = -(-length // ALIGN)
         cached = cached_pages(fd, offset, pages * ALIGN)
-        return cached is not None and cached < pages
+        return 0.0 if cached is None else 1 - cached / pages
 
     def _read_direct(self, fd: int, offset: int, region: memoryview, data: memoryview) -> int:
         """Read whole pages; ``OSError`` (EINVAL) when the payload's memory is not aligned."""
@@ -218,6 +223,11 @@ def _works(call: Callable[[], object]) -> bool:
 
 def _write_through(fd: int, vector: Sequence[Part], offset: int) -> int:
     return os.pwritev(fd, vector, offset, _RWF_DONTCACHE)
+
+
+def _read_through(fd: int, vector: Sequence[Part], offset: int) -> int:
+    """Read what is cached from the cache, and leave nothing more there."""
+    return os.preadv(fd, vector, offset, _RWF_DONTCACHE)
 
 
 def _move_all(

@@ -125,6 +125,31 @@ def test_auto_reads_from_the_page_cache_what_is_there_and_the_rest_directly(tmp_
     backend.close()
 
 
+@pytest.mark.parametrize(("cached", "direct"), [(0.75, False), (0.25, True)])
+def test_auto_reads_what_is_mostly_cached_from_the_cache_and_adds_nothing_to_it(
+    tmp_path, calls, cached, direct
+):
+    backend = open_backend(tmp_path / "root", pack_below=0)
+    if not (backend._io.direct and backend._io.cachestat and backend._io.dontcache):
+        pytest.skip("no direct I/O, no cachestat or no uncached reads here")
+    size, one = 1 << 20, block(1, size=1 << 20)
+    (view,) = pool(payload(1, size))
+    backend.write([Transfer(one, view)])
+    (path,) = (tmp_path / "root").glob("v1/*/01/*")
+    with path.open("rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        file.read(int(size * cached))
+        before = fs_io.cached_pages(file.fileno(), 0, size)
+        del calls[:]
+        assert backend.read([Transfer(one, view)])[0].status is Status.OK
+        assert {how for _, how in calls} == {direct}
+        assert bytes(view) == payload(1, size)
+        assert fs_io.cached_pages(file.fileno(), 0, size) <= before + 1
+    backend.close()
+
+
 def test_auto_writes_do_not_stay_in_the_page_cache(tmp_path):
     backend = open_backend(tmp_path / "root", pack_below=0)
     if not (backend._io.dontcache and backend._io.cachestat):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
-from kvtierd.core.model import BlockId, KeyState, Scope, block_ids
+from kvtierd.core.model import BlockId, KeyState, Scope, block_ids, group_of
 from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion, Readable
 from kvtierd.core.residency import Node, State
@@ -117,6 +117,7 @@ class Loads:
         yet.
         """
         find, sizes = space.blocks.nodes.get, space.geometry.payload_bytes
+        only = sizes[0] if len(sizes) == 1 else 0
         states = []
         for block_id in ids:
             node = find(block_id)
@@ -127,7 +128,7 @@ class Loads:
                     if held is None or held.state is not RESIDENT:
                         continue
                     size = held.block.payload_bytes
-                    if size != sizes[block_id[1][1]]:
+                    if size != (only or sizes[group_of(block_id.key)]):
                         continue
                     if place.room >= size:
                         place.room -= size

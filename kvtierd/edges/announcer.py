@@ -8,6 +8,7 @@ tries every 100 to 200 ms). A PUB socket does not wait for it, so what is to be 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from kvtierd.wire.announced import Announced, TierLabel, Told
 
 REJOIN = 0.5
 """Seconds for readers to connect again before they are told the difference."""
+SLICE = 512
+"""Events told in a row, where there are many (a pool that is gone): requests are answered between slices."""
 
 
 class Hub(Protocol):
@@ -58,7 +61,10 @@ class Announcer:
         self._fresh = fresh
         self._pool_survived = pool_survived
         self._announced = Announced(tiers, None)
-        self._held: list[Told] | None = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._holding = True
+        self._queue: deque[Told] = deque()
+        """What is held, or told in slices, and all that came after it."""
         self._finished = False
 
     def load(self) -> None:
@@ -68,12 +74,13 @@ class Announcer:
         told = self._announced.begin()
         self._hub.seed(told.seeds)
         self._hub.settle()
-        first = self._fresh and not self._journal.continued
-        self._held = None if first else [Told([], told.events)]
+        self._holding = not self._fresh or self._journal.continued
+        self._enqueue(Told([], told.events))
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let events out, at once or when readers had time to come back; the hub's sockets are open."""
-        if self._held is not None:
+        self._loop = loop
+        if self._holding:
             loop.call_later(REJOIN, self.release)
 
     def publish(self, events: Sequence[TierEvent], scanned: Iterable[str] = ()) -> None:
@@ -81,16 +88,21 @@ class Announcer:
         if self._finished:
             return
         told = self._announced.advance(events, scanned=scanned)
-        if self._held is not None:
-            self._held.append(told)
+        if self._queue or self._holding:
+            self._enqueue(told)
+        elif len(told.events) > SLICE:
+            self._enqueue(told)
+            self.release()
         else:
             self._tell(told)
 
     def release(self) -> None:
-        """Tell what was held."""
-        held, self._held = self._held, None
-        for told in held or ():
-            self._tell(told)
+        """Tell what was held, a slice now and the others soon."""
+        self._holding = False
+        if self._queue:
+            self._tell(self._queue.popleft())
+        if self._queue and self._loop is not None:
+            self._loop.call_soon(self.release)
 
     def known(self, found: Found) -> Found:
         """Return a part of a scan with the descriptions that are in memory already."""
@@ -101,12 +113,14 @@ class Announcer:
 
     def tick(self) -> None:
         """Do the journal's upkeep."""
-        if self._held is None:
+        if not self._holding:
             self._journal.tick()
 
     def finish(self) -> None:
         """Tell what is held, then nothing any more: what changes from now on is found at the next start."""
-        self.release()
+        while self._queue:
+            self._tell(self._queue.popleft())
+        self._holding = False
         self._finished = True
 
     def close(self, flushed: bool) -> None:
@@ -122,8 +136,14 @@ class Announcer:
             "confirmed": self._announced.confirmed,
             "repeated": self._announced.repeated,
             "unmatched": self._announced.unmatched,
-            "holding": self._held is not None,
+            "holding": self._holding or bool(self._queue),
         }
+
+    def _enqueue(self, told: Told) -> None:
+        seeds = told.seeds
+        for at in range(0, max(len(told.events), bool(seeds)), SLICE):
+            self._queue.append(Told(seeds, told.events[at : at + SLICE]))
+            seeds = []
 
     def _tell(self, told: Told) -> None:
         if told.seeds:

@@ -1,4 +1,8 @@
-"""Random lives across restarts: whatever ends the daemon, every reader ends with its inventory.
+"""Random lives across restarts: whatever ends the daemon or befalls the wire, readers end with its inventory.
+
+Three kinds of readers: one asks for what it missed, one starts over from a snapshot after every gap, one never
+asks for anything and hears every message. Messages get lost (not for the last kind) and come twice, readers
+join late.
 
 The real pieces but sockets: a ladder, the set of what was told, its journal in a folder, a projection, a
 numbered log, reference consumers. Batches leave a process some time after they were sent; a kill loses those
@@ -34,6 +38,8 @@ chains = st.sampled_from(CHAINS)
 lengths = st.integers(1, 4)
 tiers = st.sampled_from(["disk", "lake"])
 labels = st.sampled_from([Locality.LOCAL, Locality.REMOTE, None, "absent"])
+REPLAY, SNAPSHOT, BARE = "replay", "snapshot", "bare"
+kinds = st.sampled_from([REPLAY, SNAPSHOT, BARE])
 points = st.sampled_from(
     ["before the record", "within the record", "before the send", "within the send", "after"]
 )
@@ -44,7 +50,7 @@ class Killed(Exception):
 
 
 class Stream:
-    """Numbers, log and readers. ``readers``: (consumer, whether it replays)."""
+    """Numbers, log and readers. ``readers``: (consumer, kind)."""
 
     def __init__(self):
         self.number = 0
@@ -73,18 +79,21 @@ class Stream:
         self.leaving.append((self.number, payload))
         self.number += 1
 
-    def deliver(self, count=None, *, lost=False):
+    def deliver(self, count=None, *, lost=(), times=1):
+        """Let messages arrive, ``times`` times; ``lost``: kinds of readers that do not get them."""
         for _ in range(len(self.leaving) if count is None else min(count, len(self.leaving))):
             number, payload = self.leaving.popleft()
-            for reader, replays in self.readers:
-                if lost and replays:
-                    continue
-                self.repair(reader, replays, reader.feed(number, payload))
+            for reader, kind in self.readers:
+                for _ in range(0 if kind in lost and kind != BARE else times):
+                    self.repair(reader, kind, reader.feed(number, payload))
 
-    def repair(self, reader, replays, wanted):
-        """What :class:`ReferenceConsumer` does over its sockets."""
+    def repair(self, reader, kind, wanted):
+        """What :class:`ReferenceConsumer` does over its sockets; for a snapshot, it forgets all first."""
+        if kind == SNAPSHOT and wanted:
+            reader._forget()
+            wanted = 0
         while wanted is not None:
-            if replays:
+            if kind != BARE:
                 again = None
                 for number, payload in self.log.since(wanted):
                     again = reader.replay(number, payload)
@@ -95,15 +104,15 @@ class Stream:
                 reader.expected = reader._waiting[0][0]
                 wanted = reader.replay_ended()
 
-    def join(self, *, replays_later):
-        """A late reader takes a snapshot on the next batch; whether it can replay later is open."""
+    def join(self, kind):
+        """A late reader takes a snapshot on the next batch, whatever it does later."""
         self.deliver()
         reader = ReferenceConsumer()
         self.send(0, ())
         number, payload = self.leaving[-1]
-        self.repair(reader, True, reader.feed(number, payload))
+        self.repair(reader, REPLAY, reader.feed(number, payload))
         self.deliver()
-        self.readers.append((reader, replays_later))
+        self.readers.append((reader, kind))
 
 
 class RestartMachine(RuleBasedStateMachine):
@@ -117,9 +126,9 @@ class RestartMachine(RuleBasedStateMachine):
         self.stream = Stream()
         self.storage = {"disk": {}, "lake": {}}
         self.start()
-        for replays in (True, False):
-            self.stream.readers.append((ReferenceConsumer(), replays))
-        self.stream.join(replays_later=False)
+        for kind in (REPLAY, SNAPSHOT, BARE):
+            self.stream.readers.append((ReferenceConsumer(), kind))
+        self.stream.join(BARE)
 
     # -- one process --------------------------------------------------------------------------------
 
@@ -223,10 +232,14 @@ class RestartMachine(RuleBasedStateMachine):
     def some_leave(self, count):
         self.stream.deliver(count)
 
-    @rule(count=st.integers(1, 3))
-    def the_wire_loses_some(self, count):
-        """For readers that can ask for them."""
-        self.stream.deliver(count, lost=True)
+    @rule(count=st.integers(1, 3), lost=st.sets(kinds, min_size=1))
+    def the_wire_loses_some(self, count, lost):
+        """For readers that can ask for them or start over."""
+        self.stream.deliver(count, lost=lost)
+
+    @rule(count=st.integers(1, 3), times=st.integers(2, 3))
+    def the_wire_repeats_some(self, count, times):
+        self.stream.deliver(count, times=times)
 
     @rule()
     def time_passes(self):
@@ -240,10 +253,10 @@ class RestartMachine(RuleBasedStateMachine):
         self.stream.now += 0.1
         self.journal.tick()
 
-    @precondition(lambda self: len(self.stream.readers) < 6)
-    @rule(replays=st.booleans())
-    def join_late(self, replays):
-        self.stream.join(replays_later=replays)
+    @precondition(lambda self: len(self.stream.readers) < 7)
+    @rule(kind=kinds)
+    def join_late(self, kind):
+        self.stream.join(kind)
 
     # -- how it ends, and what happens meanwhile ----------------------------------------------------
 
@@ -312,7 +325,7 @@ class RestartMachine(RuleBasedStateMachine):
         for path in Path(self.folder.name).iterdir():
             path.write_bytes(b"garbage")
         self.stream.number += 1000
-        self.stream.readers = [entry for entry in self.stream.readers if entry[1]]
+        self.stream.readers = [entry for entry in self.stream.readers if entry[1] != BARE]
         self.start()
 
     # -- what must hold -----------------------------------------------------------------------------
@@ -325,8 +338,8 @@ class RestartMachine(RuleBasedStateMachine):
         self.stream.send(0, ())  # a heartbeat
         self.stream.deliver()
         truth = residencies(self.rig.ladder.inventory.entries(LAYOUT.namespace()))
-        for reader, replays in self.stream.readers:
-            assert reader.resident == truth, (replays, reader.resident ^ truth, reader.counts)
+        for reader, kind in self.stream.readers:
+            assert reader.resident == truth, (kind, reader.resident ^ truth, reader.counts)
             assert reader.wanted is None
         assert self.stream.projection.unmatched == 0
         assert len(self.announced) == len(self.rig.inventory())

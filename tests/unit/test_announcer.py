@@ -82,6 +82,38 @@ def test_a_later_run_seeds_at_once_and_tells_when_readers_had_time_to_come_back(
     asyncio.run(main())
 
 
+def test_a_large_difference_is_told_in_slices_in_order_with_what_comes_meanwhile_after_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(announcers, "REJOIN", 0.0)
+    monkeypatch.setattr(announcers, "SLICE", 4)
+    many = [event("STORED", CPU, block(number)) for number in range(30)]
+    first = Life(tmp_path)
+    for one in many:
+        first.announcer.publish([one])
+    first.journal.close(flushed=True)
+
+    async def main():
+        life = Life(tmp_path)
+        seeds = len(life.heard)
+        life.announcer.start(asyncio.get_running_loop())
+        turns = 0
+        while life.holding:  # others have their turn between slices
+            await asyncio.sleep(0)
+            turns += 1
+            if turns == 3:
+                life.announcer.publish([event("STORED", CPU, A)])
+        assert turns > 30 // 4
+        kinds = [told.kind.value for _, told in life.heard[seeds:]]
+        assert kinds == ["removed"] * 30 + ["stored"]
+        life.announcer.publish([event("STORED", DISK, block(number)) for number in range(10)])
+        assert len(life.heard) == seeds + 31 + 4
+        life.announcer.finish()
+        assert len(life.heard) == seeds + 31 + 10
+
+    asyncio.run(main())
+
+
 def test_a_lost_record_is_a_later_run_too(tmp_path):
     assert Life(tmp_path, fresh=False).holding
     (tmp_path / "other").mkdir()

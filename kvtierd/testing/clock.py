@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -50,3 +51,22 @@ def wait_for(condition: Callable[[], T], what: str, *, timeout: float = 10.0, po
         if late:
             raise TimeoutError(f"waited {timeout:g} s for {what}; last seen: {value!r}")
         pause.wait(poll)
+
+
+async def until(condition: Callable[[], T], what: str = "a condition", *, timeout: float = 10.0) -> T:  # noqa: ASYNC109
+    """Be :func:`wait_for` in an event loop: others run between two looks, soon at first, then every 2 ms.
+
+    Raises:
+        TimeoutError: it never was true; names ``what`` and the last value seen.
+    """
+    loop = asyncio.get_running_loop()
+    deadline, pause = loop.time() + timeout, 0.0
+    while True:
+        late = loop.time() >= deadline
+        value = condition()
+        if value:
+            return value
+        if late:
+            raise TimeoutError(f"waited {timeout:g} s for {what}; last seen: {value!r}")
+        await asyncio.sleep(pause)
+        pause = min(0.002, pause + 0.0002)

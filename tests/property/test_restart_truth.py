@@ -1,8 +1,8 @@
 """Random lives across restarts: whatever ends the daemon or befalls the wire, readers end with its inventory.
 
-Three kinds of readers: one asks for what it missed, one starts over from a snapshot after every gap, one never
-asks for anything and hears every message. Messages get lost (not for the last kind) and come twice, readers
-join late.
+Three kinds of readers: one asks for what it missed, one starts over from a snapshot after every gap, one
+never asks for anything and hears every message. Messages get lost (not for the last kind) and come twice,
+readers join late.
 
 The real pieces but sockets: a ladder, the set of what was told, its journal in a folder, a projection, a
 numbered log, reference consumers. Batches leave a process some time after they were sent; a kill loses those

@@ -8,7 +8,6 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-import uvloop
 import zmq
 
 from kvtierd.config.audiences import Audience, Events
@@ -26,7 +25,9 @@ from kvtierd.edges import replay as replay_module
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.sequence import SequenceStore
 from kvtierd.errors import ConfigError
+from kvtierd.testing.clock import until
 from kvtierd.testing.consumer import ReferenceConsumer
+from kvtierd.testing.hub_rig import run
 from kvtierd.wire.kvevents import decode_batch
 from kvtierd.wire.stream import END, encode_sequence
 
@@ -39,17 +40,6 @@ def event(number, kind=EventKind.STORED, tier="cpu", medium=Medium.CPU, locality
     meta = BlockMeta(hashes=(H + number,), parent=parent, token_ids=tuple(range(tokens)), block_size=tokens)
     block = Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta)
     return TierEvent(kind, tier, medium, locality, block)
-
-
-def run(main):
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
-
-
-async def until(condition):
-    async with asyncio.timeout(10.0):
-        while not condition():  # noqa: ASYNC110  # sockets and counters have no event to wait for
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -115,14 +105,11 @@ async def replayed(context, endpoint, start, kind=zmq.DEALER):
     dealer.connect(endpoint)
     dealer.send_multipart([b"", encode_sequence(start)] if kind == zmq.DEALER else [encode_sequence(start)])
     replies = []
-    async with asyncio.timeout(10):
-        while not replies or replies[-1][-2] != END:
-            if dealer.poll(0):
-                replies.append(dealer.recv_multipart())
-            else:
-                await asyncio.sleep(0.001)
-            if kind == zmq.REQ and replies:
-                break
+    while not replies or replies[-1][-2] != END:
+        await until(lambda: dealer.poll(0), "a reply")
+        replies.append(dealer.recv_multipart())
+        if kind == zmq.REQ:
+            break
     dealer.close(linger=0)
     return replies
 
@@ -392,10 +379,8 @@ def test_many_requests_of_one_client_are_answered_one_after_the_other(tmp_path):
             numbers = []
             async with asyncio.timeout(10):
                 while numbers.count(END) < 5:
-                    if dealer.poll(0):
-                        numbers.append(dealer.recv_multipart()[-2])
-                    else:
-                        await asyncio.sleep(0.001)
+                    await until(lambda: dealer.poll(0), "a reply")
+                    numbers.append(dealer.recv_multipart()[-2])
             assert numbers == [*[encode_sequence(n) for n in range(300)], END] * 5
 
     run(main)

@@ -16,6 +16,7 @@ from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Medium
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
+from kvtierd.edges.admin import AdminServer, metrics_route
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.backends.base import Backend
 from kvtierd.edges.backends.factory import holds_blocks, make_backend, make_spec
@@ -27,7 +28,9 @@ from kvtierd.edges.movers import Mover
 from kvtierd.edges.opening import Opening, Openings
 from kvtierd.edges.peers import Allowed
 from kvtierd.edges.pool import Pool
+from kvtierd.edges.status_page import page_routes
 from kvtierd.edges.unix_socket import CannotCreate, Permissions, make_folder
+from kvtierd.report import Report
 from kvtierd.wire.announced import TierLabel
 
 
@@ -52,6 +55,12 @@ def make_openings(
             for tier in tier_file.secondaries
         }
     )
+
+
+def make_admin(address: str, report: Report) -> AdminServer:
+    """Return the server of probes, status, metrics and the status page."""
+    routes = {"/metrics": metrics_route(report.figures), **page_routes(report.page)}
+    return AdminServer(address, report.health, report.status, routes)
 
 
 def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]) -> Ladder:

@@ -23,7 +23,7 @@ from kvtierd.core.invariants import validate
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.edges import pinning
-from kvtierd.edges.admin import AdminServer, metrics_route
+from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
 from kvtierd.edges.engine import EngineServer
@@ -126,8 +126,7 @@ class Daemon:
         self._pool = Pool.allocate(config.pool, config.runtime_dir)
         await self._control.start()
         if config.admin.listen is not None:
-            routes = {"/metrics": metrics_route(self.report.figures)}
-            self._admin = AdminServer(config.admin.listen, self.report.health, self.report.status, routes)
+            self._admin = assembly.make_admin(config.admin.listen, self.report)
             await self._admin.start()
         self.watch.start(self._admin.fileno() if self._admin is not None else None)
         backends = assembly.make_backends(config)
@@ -281,6 +280,7 @@ class Daemon:
         self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
         self.pulse.ticked(TICK_SECONDS)
         self.turn([stimuli.Tick()])
+        self.report.history.tick(time.monotonic())
         if self._announcer is not None:
             self._announcer.tick()
         if self._hub is not None and self._ladder is not None:

@@ -7,13 +7,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvtierd import __version__
+from kvtierd.advice import advise
 from kvtierd.edges.histogram import Histogram
+from kvtierd.edges.history import History
 from kvtierd.edges.metrics.family import Figures
 from kvtierd.edges.metrics.plan import make_plan
 from kvtierd.edges.watch import HANGS_AFTER
 
 if TYPE_CHECKING:
     from kvtierd.daemon import Daemon
+
+TAIL = 50
+"""Events that the status page shows."""
 
 
 class Report:
@@ -22,6 +27,7 @@ class Report:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self._plan = make_plan(daemon.tier_file)
+        self.history = History(self.sample)
 
     def health(self) -> dict[str, Any]:
         """Return what probes need: the state, whether engines are served, ages, and what is in trouble.
@@ -77,6 +83,36 @@ class Report:
             if server is not None:
                 body[name] = server.statistics()
         return body
+
+    def sample(self) -> dict[str, float]:
+        """Return the counters that charts and advice look back on."""
+        daemon = self._daemon
+        if daemon._ladder is None:
+            return {}
+        stack = daemon._ladder.stack
+        counters = stack.primary.counters
+        sample: dict[str, float] = {
+            "misses": counters["lookup_misses"],
+            "no_room": counters["store_skipped_no_room"],
+            "revoked": counters["jobs_revoked"] + counters["leases_revoked"],
+            "dropped": 0 if daemon._hub is None else daemon._hub.dropped,
+        }
+        for tier in stack.tiers:
+            sample[f"hits.{tier.name}"] = tier.counters["lookup_hits"]
+            sample[f"failed.{tier.name}"] = tier.counters["read_failed"] + tier.counters["write_failed"]
+        return sample
+
+    def page(self) -> dict[str, Any]:
+        """Return what the status page shows."""
+        now = time.monotonic()
+        status = self.status()
+        return {
+            "time": time.time(),
+            "status": status,
+            "advice": [advice.as_dict() for advice in advise(status, self.history.grown())],
+            "history": self.history.rows(now),
+            "tail": [] if self._daemon._hub is None else self._daemon._hub.tail(TAIL),
+        }
 
     def figures(self) -> Figures:
         """Return the status and what only metrics show."""

@@ -174,6 +174,15 @@ class EventHub:
         """Seconds since a batch should have left, of the stream that is latest."""
         return max((publisher.overdue for publisher in self._publishers), default=0.0)
 
+    def tail(self, limit: int) -> list[dict[str, Any]]:
+        """Return the last changes that the first audience was told, latest first, without tokens."""
+        return self._publishers[0].tail(limit) if self._publishers else []
+
+    @property
+    def dropped(self) -> int:
+        """Batches that some socket did not take."""
+        return sum(outlet.dropped for _, outlet in self._outlets())
+
     def bound_endpoints(self) -> dict[str, str]:
         """Return the first audience's endpoints by key, with the real port where 0 was asked."""
         return next((dict(outlet.endpoints) for _, outlet in self._outlets()), {})

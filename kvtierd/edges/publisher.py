@@ -192,6 +192,10 @@ class Publisher:
             "tombstones_forgotten": log.forgotten,
         }
 
+    def tail(self, limit: int) -> list[dict[str, Any]]:
+        """Return the last changes that were told, latest first."""
+        return self._log.tail(limit)
+
     def _told_by_medium(self) -> dict[str, dict[str, int]]:
         media = sorted({medium for medium, _ in self._told})
         return {

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
-from typing import NamedTuple
+from itertools import chain, islice, takewhile
+from typing import Any, NamedTuple
 
-from kvtierd.wire.kvevents import WireEvent, encode_batch, pack
+from kvtierd.wire.kvevents import EventHash, WireEvent, encode_batch, pack
 from kvtierd.wire.projection import Change, ReaderKey, Run, View, parent_key, root_first
 
 SEQUENCE_BYTES = 8
@@ -182,6 +182,28 @@ class StreamLog:
         self._snapshots += 1
         return chain(self._before_ring(start, begin), tail)
 
+    def tail(self, limit: int) -> list[dict[str, Any]]:
+        """Return the last ``limit`` changes that readers were told, latest first, without any token."""
+        told = (
+            (entry, change)
+            for entry in reversed(self._ring)
+            for change in reversed(entry.changes)
+            if change.told
+        )
+        return [
+            {
+                "sequence": entry.sequence,
+                "time": entry.ts,
+                "kind": "removed" if change.block is None else "stored",
+                "medium": change.key.medium,
+                "locality": change.key.locality,
+                "rank": change.key.rank,
+                "group": change.key.group,
+                "hash": _hex(change.key.hash),
+            }
+            for entry, change in islice(told, limit)
+        ]
+
     def statistics(self) -> LogStatistics:
         """Return a snapshot of the counters."""
         base = self._base
@@ -342,3 +364,7 @@ def _pack(changes: Iterator[Change], count: int, numbers: int, ranks: int, limit
         sizes[rank] = size
     for rank, part in parts.items():
         yield Run(rank, part)
+
+
+def _hex(value: EventHash) -> str:
+    return f"{value:016x}" if isinstance(value, int) else value.hex()

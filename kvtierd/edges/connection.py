@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 WRITE_HIGH_WATER = 1 << 20
 READ_AHEAD = 64 << 10
 """No more is read from a connection that waits in line with this much."""
-PORTION_FRAMES = 16
-PORTION_BYTES = 32 << 10
+PORTION_FRAMES = 4
+PORTION_BYTES = 2 << 10
 """What is served of one connection before others are heard: so many messages, at least one."""
 
 
@@ -153,7 +153,8 @@ class EngineConnection(asyncio.Protocol):
     def _answer(self, request: StatusRequest | SurveyRequest | LadderRequest) -> LadderRequest | None:
         """Answer what needs no turn; return what does."""
         if isinstance(request, StatusRequest):
-            self._send([StatusReport(id=request.id, body=self._server.status())])
+            status = self._server.recent_status if self.in_line else self._server.status
+            self._send([StatusReport(id=request.id, body=status())])
         elif isinstance(request, SurveyRequest):
             self._send([self._next_page(request)])
         elif (refusal := self._refusal(request)) is not None:

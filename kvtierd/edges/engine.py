@@ -28,6 +28,7 @@ from kvtierd.edges.unix_socket import Permissions, inode_of, listen, remove_own
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0
+STATUS_SECONDS = 0.1
 LOGGED_PER_SWEEP = 20
 """Closed strangers that get a line of their own in a second; the others are only counted."""
 
@@ -100,6 +101,7 @@ class EngineServer:
         self._inode: tuple[int, int] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._line: deque[EngineConnection] = deque()
+        self._recent: tuple[float, dict[str, Any]] | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._lines_left = LOGGED_PER_SWEEP
 
@@ -151,6 +153,14 @@ class EngineServer:
             "requests": self.requests.as_dict(),
             "liveness_pipes": 0 if self.liveness is None else self.liveness.pipes,
         }
+
+    def recent_status(self) -> dict[str, Any]:
+        """Return a status that may be a moment old, for who asks without a pause: making one is dear."""
+        assert self._loop is not None
+        now = self._loop.time()
+        if self._recent is None or now - self._recent[0] > STATUS_SECONDS:
+            self._recent = (now, self.status())
+        return self._recent[1]
 
     # -- whose turn it is ---------------------------------------------------------------------------
 

@@ -63,6 +63,8 @@ class Mutator:
     def __init__(self, rng: random.Random, seeds: Sequence[bytes]) -> None:
         self._rng = rng
         self._seeds = list(seeds)
+        self.frames = 0
+        """Frames made so far, good ones included."""
 
     def mutate(self, data: bytes) -> bytes:
         """Return ``data`` with one to four things wrong (or, now and then, as it is)."""
@@ -77,6 +79,7 @@ class Mutator:
 
     def framed(self) -> bytes:
         """Return a mutated seed in a frame, whose length is a lie now and then."""
+        self.frames += 1
         payload = self.payload() or b"\xc0"
         if self._rng.random() < 0.05:
             return (
@@ -90,6 +93,7 @@ class Mutator:
         rng = self._rng
         head = frame(self._seeds[0]) if rng.random() < 0.9 else self.framed()
         attach = frame(self._seeds[3]) if rng.random() < 0.7 else b""
+        self.frames += 2
         return head + attach + b"".join(self.framed() for _ in range(rng.randint(1, 20)))
 
     def bytes(self) -> bytes:

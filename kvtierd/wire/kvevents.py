@@ -132,8 +132,12 @@ def decode_batch(payload: bytes) -> EventBatch:
     Raises:
         msgspec.MsgspecError: the payload is not an event batch at all.
     """
-    raw = _batch_decoder.decode(payload)
-    return EventBatch(raw.ts, tuple(_decode_event(event) for event in raw.events), raw.data_parallel_rank)
+    try:
+        raw = _batch_decoder.decode(payload)
+        events = tuple(_decode_event(event) for event in raw.events)
+    except (ValueError, TypeError, RecursionError) as error:  # bad text, maps as keys, nesting without an end
+        raise msgspec.DecodeError(f"it is no event batch: {error}") from error
+    return EventBatch(raw.ts, events, raw.data_parallel_rank)
 
 
 def has_group(block: Block) -> bool:

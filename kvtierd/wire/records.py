@@ -35,6 +35,10 @@ MAX_RECORD = 1 << 30
 _FRAME = 8
 
 
+# What a decoder raises for bytes that somebody else sealed: besides its own errors, nesting without an end.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
 class Torn(Exception):
     """The last record is incomplete: what comes before ``offset`` is good."""
 
@@ -171,7 +175,7 @@ def read_header(file: BinaryIO) -> str:
     for body in _bodies(file):
         try:
             return _headers.decode(body)[0]
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             raise Unreadable(f"its header: {error}") from error
     raise Torn(0)
 
@@ -186,7 +190,7 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
     for body in _bodies(file):
         try:
             yield _records.decode(body)
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             raise Unreadable(f"a record before byte {file.tell()}: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from kvtierd.edges.status_page import page_routes
 from kvtierd.edges.unix_socket import CannotCreate, Permissions, make_folder
 from kvtierd.report import Report
 from kvtierd.wire.announced import TierLabel
+
+log = logging.getLogger(__name__)
 
 
 def make_backends(tier_file: TierFile) -> dict[str, Backend]:
@@ -147,6 +150,7 @@ def make_announcer(
     loop: asyncio.AbstractEventLoop,
     *,
     fresh: bool,
+    pool_survived: bool,
 ) -> Announcer:
     """Return what tells the stream of the ladder's events and keeps the announced journal."""
     specs = [tier.spec for tier in (ladder.stack.primary, *ladder.stack.secondaries)]
@@ -156,4 +160,23 @@ def make_announcer(
         tail=TAIL + max((audience.coalesce or 0.0 for audience in tier_file.events.audiences), default=0.0),
     )
     labels = [TierLabel(spec.name, spec.medium, spec.locality) for spec in specs if spec.events]
-    return Announcer(stream, journal, labels, fresh=fresh)
+    return Announcer(stream, journal, labels, fresh=fresh, pool_survived=pool_survived)
+
+
+def describe(ladder: Ladder, movers: Mapping[str, Mover], namespace: str) -> None:
+    """Leave a readable record of a namespace beside its blocks, best effort; warn if it shares nothing."""
+    spaces = ladder.stack.primary.spaces
+    layout = spaces[namespace].layout
+    for other in (space.layout for space in spaces.values()):
+        if other != layout and other.differs_only_in_hashing(layout):
+            log.warning(
+                "model %r: blocks hashed with %r, seed %r share nothing with those of %r, seed %r:"
+                " give all engines one hash seed (PYTHONHASHSEED)",
+                layout.model,
+                layout.hash_algorithm,
+                layout.hash_seed,
+                other.hash_algorithm,
+                other.hash_seed,
+            )
+    for mover in movers.values():
+        mover.describe(namespace, layout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -22,12 +23,14 @@ from kvtierd.core import effects, stimuli
 from kvtierd.core.invariants import validate
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
+from kvtierd.core.model import Block
 from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
 from kvtierd.edges.engine import EngineServer
 from kvtierd.edges.hub import EventHub
+from kvtierd.edges.kept_pool import KeptPool
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
@@ -61,7 +64,7 @@ class Daemon:
         self._stuck = False
         self.watch = Watch(self.report.ages)
         self._deadline: tuple[float, asyncio.TimerHandle] | None = None
-        self._pool: Pool | None = None
+        self._kept: KeptPool | None = None
         self._ladder: Ladder | None = None
         self._openings: Openings | None = None
         self._movers: dict[str, Mover] = {}
@@ -123,7 +126,8 @@ class Daemon:
         """Make the pool ready, then the tiers and sockets; engines can attach when all of it answers."""
         config = self.tier_file
         self._control = self._server("control.sock")
-        self._pool = Pool.allocate(config.pool, config.runtime_dir)
+        kept = await self._loop.run_in_executor(None, KeptPool.open, config.pool, config.runtime_dir)
+        self._kept, pool = kept, kept.pool
         await self._control.start()
         if config.admin.listen is not None:
             self._admin = assembly.make_admin(config.admin.listen, self.report)
@@ -132,24 +136,18 @@ class Daemon:
         backends = assembly.make_backends(config)
         self._openings = openings = assembly.make_openings(config, backends, self._loop)
         openings.start()
-        await self._prefault(self._pool)
-        await self._loop.run_in_executor(None, pinning.pin, self._pool, config.pool.pin)
+        await self._prefault(pool)
+        await self._loop.run_in_executor(None, pinning.pin, pool, config.pool.pin)
         await openings.settle()
-        self._ladder = assembly.make_ladder(config, self._pool, backends)
+        ladder = assembly.make_ladder(config, pool, backends)
         if config.events.enabled:
-            self._hub = await self._loop.run_in_executor(None, assembly.make_hub, config, openings.fresh)
-            self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
-            await self._loop.run_in_executor(None, self._merged.load, self._loop)
-            self._announcer = assembly.make_announcer(
-                config, self._merged, self._ladder, self._loop, fresh=openings.fresh
-            )
-            await self._loop.run_in_executor(None, self._announcer.load)
-            self._hub.start(self._loop)
-            self._announcer.start(self._loop)
-            self._merged.start()
-        self._movers = assembly.make_movers(config, self._pool, backends, self._loop, self.turn)
-        self._liveness = Liveness(self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]))
-        self._engine = self._server("engine.sock", self._pool, self._liveness)
+            await self._open_stream(ladder, fresh=openings.fresh and not kept.survived)
+        self._movers = assembly.make_movers(config, pool, backends, self._loop, self.turn)
+        self._liveness = Liveness(
+            self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]), kept.pipes
+        )
+        await self._go_on(kept, ladder, self._liveness)
+        self._engine = self._server("engine.sock", pool, self._liveness)
         await self._engine.start()
         openings.follow(self._usable)
         self._tick()
@@ -157,6 +155,32 @@ class Daemon:
         if self._hub is not None:
             log.info("events: %s", ", ".join(f"{k} {v}" for k, v in self._hub.bound_endpoints().items()))
         log.info("ready: engines attach at %s", self._engine.path)
+
+    async def _open_stream(self, ladder: Ladder, *, fresh: bool) -> None:
+        config, survived = self.tier_file, self._kept is not None and self._kept.survived
+        self._hub = await self._loop.run_in_executor(None, assembly.make_hub, config, fresh)
+        self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
+        await self._loop.run_in_executor(None, self._merged.load, self._loop)
+        self._announcer = assembly.make_announcer(
+            config, self._merged, ladder, self._loop, fresh=fresh, pool_survived=survived
+        )
+        await self._loop.run_in_executor(None, self._announcer.load)
+        self._hub.start(self._loop)
+        self._announcer.start(self._loop)
+        self._merged.start()
+
+    async def _go_on(self, kept: KeptPool, ladder: Ladder, liveness: Liveness) -> None:
+        """Begin with what an earlier daemon left in the pool."""
+        known = functools.partial(self._known, ladder.stack.primary.name)
+        processes = await self._loop.run_in_executor(None, kept.restore, ladder, self._loop.time(), known)
+        if kept.pipes is not None:
+            liveness.find(processes)
+        if self._announcer is not None:
+            self._announcer.publish(ladder.take_events(), [ladder.stack.primary.name])
+        self._ladder = ladder
+
+    def _known(self, tier: str, block: Block) -> Block:
+        return block if self._announcer is None else self._announcer.known_block(tier, block)
 
     async def _prefault(self, pool: Pool) -> None:
         done = self._loop.run_in_executor(None, pool.prefault)
@@ -219,14 +243,16 @@ class Daemon:
     def _run_turn(self, ladder: Ladder, batch: Sequence[stimuli.Stimulus]) -> None:
         began = time.monotonic()
         answers: dict[int, list[effects.Reply]] = defaultdict(list)
-        for stimulus in batch:
-            for effect in ladder.handle(stimulus, self._loop.time()):
-                if isinstance(effect, effects.Answer):
-                    answers[effect.session].append(effect.reply)
-                else:
-                    self._movers[effect.tier].submit(effect)
+        todo = [effect for stimulus in batch for effect in ladder.handle(stimulus, self._loop.time())]
         if self._paranoid:
             validate(ladder)
+        if self._kept is not None:
+            self._kept.record()  # before anybody acts on it
+        for effect in todo:
+            if isinstance(effect, effects.Answer):
+                answers[effect.session].append(effect.reply)
+            else:
+                self._movers[effect.tier].submit(effect)
         for session, replies in answers.items():
             self._deliver(session, replies)
         events = ladder.take_events()
@@ -243,29 +269,9 @@ class Daemon:
         assert self._engine is not None
         for reply in replies:
             if isinstance(reply, effects.Attached):
-                self._describe(reply.namespace)
+                assert self._ladder is not None
+                assembly.describe(self._ladder, self._movers, reply.namespace)
         self._engine.deliver(session, replies)
-
-    def _describe(self, namespace: str) -> None:
-        """Leave a readable record of the namespace beside its blocks; best effort."""
-        assert self._ladder is not None
-        spaces = self._ladder.stack.primary.spaces
-        layout = spaces[namespace].layout
-        for other in (space.layout for space in spaces.values()):
-            if other != layout and other.differs_only_in_hashing(layout):
-                log.warning(
-                    "model %r: blocks hashed with %r, seed %r share nothing with those of %r, seed %r:"
-                    " give all engines one hash seed (PYTHONHASHSEED)",
-                    layout.model,
-                    layout.hash_algorithm,
-                    layout.hash_seed,
-                    other.hash_algorithm,
-                    other.hash_seed,
-                )
-        assert self._openings is not None
-        for name, mover in self._movers.items():
-            if self._openings.is_open(name):
-                mover.describe(namespace, layout)
 
     def _fail(self, error: Exception) -> None:
         """A bug: say all that is known and end. A wrong ledger could serve wrong bytes, a lost event lies."""
@@ -283,6 +289,8 @@ class Daemon:
         self.report.history.tick(time.monotonic())
         if self._announcer is not None:
             self._announcer.tick()
+        if self._kept is not None:
+            self._kept.tick()
         if self._hub is not None and self._ladder is not None:
             self._hub.set_ranks(self._ladder.sessions.dp_ranks())
 
@@ -334,7 +342,7 @@ class Daemon:
             return
         self._announcer.finish()
         if self._merged is not None:
-            self._merged.close(keep=self._keeps and self._failure is None)
+            self._merged.close(keep=self._keeps)
         try:
             async with asyncio.timeout_at(max(deadline, self._loop.time()) + LAST_SECONDS):
                 await self._hub.close(max(0.1, deadline - self._loop.time()))
@@ -345,8 +353,9 @@ class Daemon:
 
     @property
     def _keeps(self) -> bool:
-        """Whether readers keep what they know while the daemon is away."""
-        return self.tier_file.events.on_stop == "keep"
+        """Whether the pool stays, and readers keep what they know, while the daemon is away."""
+        whole = self._failure is None and self._kept is not None and self._kept.whole
+        return whole and self.tier_file.events.on_stop == "keep"
 
     async def _written(self) -> None:
         """Wait until nothing is on its way to a secondary."""
@@ -368,8 +377,9 @@ class Daemon:
             return
         if self._openings is not None:
             self._openings.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self._kept is not None:
+            unused = self._engine is None and self._failure is None
+            self._kept.close(keep=self._keeps or (unused and self._kept.survived))
 
     def _begin_survey(self, tier: str | None) -> Survey | str:
         if self._ladder is None:

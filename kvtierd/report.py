@@ -65,13 +65,8 @@ class Report:
             **self.health(),
             "watch": daemon.watch.report(),
         }
-        if daemon._pool is not None:
-            body["pool"] = {
-                "pool_id": daemon._pool.pool_id,
-                "bytes": daemon._pool.bytes,
-                "prefaulted_bytes": daemon._pool.prefaulted_bytes,
-                **daemon._pool.achieved,
-            }
+        if daemon._kept is not None:
+            body["pool"] = daemon._kept.statistics()
         if daemon._ladder is not None:
             body.update(daemon._ladder.statistics())
         if daemon._hub is not None:

@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import os
 import secrets
-import select
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,6 +22,8 @@ _lock = threading.Lock()
 _mappings: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
 # One liveness descriptor for each pool that this process maps, by process token: a forked child inherits its
 # parent's (it inherited the mapping too, so the parent may not count as gone) and needs one of its own.
+# It stays open for as long as the mapping is there, also when the daemon is gone: the next one may go on with
+# the pool, and has to know who may be copying.
 _liveness: dict[tuple[bytes, str], int] = {}
 _token: tuple[int, bytes] = (0, b"")
 
@@ -77,7 +78,6 @@ def adopt(attached: Attached, descriptors: Sequence[int]) -> tuple[Region, bool]
             raise RemoteProtocolError(f"attached came with {len(descriptors)} descriptors instead of 2")
         with _lock:
             mapping = _map(attached, descriptors[0])
-            _forget_dead_daemons()
             again = (token, attached.pool_id) in _liveness
             if not again:
                 _liveness[token, attached.pool_id] = descriptors[1]
@@ -101,15 +101,13 @@ def _map(attached: Attached, descriptor: int) -> mmap.mmap:
             f"the pool of {attached.pool_bytes} bytes cannot be mapped: {error}"
         ) from error
     _mappings[attached.pool_id] = mapping
+    weakref.finalize(mapping, _unmapped, attached.pool_id).atexit = False
     return mapping
 
 
-def _forget_dead_daemons() -> None:
-    """Close the descriptors whose other end is gone: their daemon cannot be told anything any more."""
-    for key, descriptor in list(_liveness.items()):
-        poller = select.poll()
-        poller.register(descriptor, 0)
-        if poller.poll(0):
-            del _liveness[key]
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+def _unmapped(pool_id: str) -> None:
+    """Let the daemon know that no copy can run in this process: its mapping is gone."""
+    descriptor = _liveness.pop((process_token(), pool_id), None)
+    if descriptor is not None:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvtierd.core.effects import Revoked
 from kvtierd.core.residency import Node
@@ -30,16 +30,19 @@ class Custody:
         """End the quarantine of a job or lease on a late word of its engine's scheduler, if there is one."""
         held = self._sessions.quarantines.get(number)
         if held is not None and held.engine == engine:
-            del self._sessions.quarantines[number]
+            self._sessions.forget(held)
             self._unpin(held.nodes)
 
     def acknowledged(self, engine: str, process: bytes, fence: int) -> None:
         """Take a process's word that it copies nothing that was revoked up to ``fence``."""
         self._end(self._sessions.acknowledged(engine, process, fence))
 
-    def process_gone(self, process: bytes, engines: Iterable[str] | None = None) -> None:
+    def process_gone(self, process: bytes, engines: Collection[str] | None = None) -> None:
         """Note that a process died, or said goodbye to some engines."""
         self._end(self._sessions.process_gone(process, engines))
+        if engines is None:
+            for space in self._stack.primary.spaces.values():
+                space.awaited.discard(process)
 
     def _end(self, ended: Iterable[Quarantine]) -> None:
         for held in ended:

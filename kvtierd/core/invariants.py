@@ -58,7 +58,8 @@ def _check_counters(ladder: Ladder) -> None:
     left = sum(counters[f"left_{why.value}"] for why in Departure)
     here = sum(node.state is State.RESIDENT for node in stack.primary.nodes())
     _require(left == counters["removed"], f"{left} departures counted, {counters['removed']} announced")
-    _require(counters["stored"] == left + here, f"{counters['stored']} stored, {left} left, {here} here")
+    came = counters["stored"] + counters["restored"]
+    _require(came == left + here, f"{came} stored or restored, {left} left, {here} here")
 
 
 def _require(condition: bool, message: str) -> None:

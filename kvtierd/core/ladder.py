@@ -6,8 +6,8 @@ ladder owns all state of the tiers; edges see slots and blocks, never the ledger
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtierd.core import inventory, statistics, stimuli
@@ -15,24 +15,23 @@ from kvtierd.core import scope as scopes
 from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
-from kvtierd.core.geometry import UNIT, Geometry
+from kvtierd.core.geometry import UNIT
 from kvtierd.core.holdings import Limit
+from kvtierd.core.ledger import Change, Counters
 from kvtierd.core.loads import Loads
 from kvtierd.core.model import BlockKey, Departure, TierEvent, block_ids, group_of
-from kvtierd.core.policies.lru import Lru
+from kvtierd.core.refusal import Refusal, check_meta
 from kvtierd.core.resets import Resets
 from kvtierd.core.residency import leaf_first
 from kvtierd.core.sessions import Session, Sessions
+from kvtierd.core.spaces import PoolExhausted, open_space
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Role
 from kvtierd.core.stores import Stores
-from kvtierd.core.tier import PoolSpace, SecondaryTier, TierSpec
+from kvtierd.core.tier import SecondaryTier, TierSpec
 from kvtierd.core.upkeep import Upkeep
 
 Handler = Callable[[Session, Any], None]
-
-EXTRA_KEYS_DEPTH = 8
-"""Levels of containers in a block's ``extra_keys``; vLLM's have three."""
 
 SCHEDULER_ONLY = (
     stimuli.PrepareStore,
@@ -42,14 +41,6 @@ SCHEDULER_ONLY = (
     stimuli.Evict,
     stimuli.Reset,
 )
-
-
-class Refusal(Exception):
-    """Carries a coded error from a check to the one place that answers."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Ladder:
@@ -68,7 +59,7 @@ class Ladder:
     ) -> None:
         self.pool_bytes = pool_bytes
         self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries)
-        self.sessions = Sessions()
+        self.sessions = Sessions(ledger=self.stack.primary.ledger)
         self.custody = Custody(self.stack, self.sessions)
         self.upkeep = Upkeep(self.stack)
         self.cascade = Cascade(self.stack, self.upkeep)
@@ -80,6 +71,8 @@ class Ladder:
         self.inventory = inventory.Pages(self.stack)
         self.resets = Resets(self.stack)
         self.stopping = False
+        self.awaits_until = math.inf
+        """When blocks of engines that did not come back to their pool may give way to other layouts."""
         self._handlers: dict[type, Handler] = {
             stimuli.Lookup: self.loads.lookup,
             stimuli.PrepareStore: self.stores.prepare,
@@ -128,6 +121,16 @@ class Ladder:
             events += tier.take_events()
         return events
 
+    def take_changes(self) -> tuple[Counters, list[Change]]:
+        """Return what has to be written down of the pool before any effect of this turn is carried out."""
+        ledger = self.stack.primary.ledger
+        for space in self.stack.primary.spaces.values():
+            if space.arena.resized:
+                space.arena.resized = False
+                ledger.note(space.shape())
+        counters = Counters(self.sessions.fence, self.sessions.last_number, self.stack.generation)
+        return counters, ledger.take()
+
     def next_deadline(self) -> float | None:
         """Return when a waiting load has to be answered by a Tick, or ``None``.
 
@@ -169,7 +172,7 @@ class Ladder:
             raise Refusal(ErrorCode.BAD_REQUEST, f"group {group}: the layout has {groups} groups")
         self._check_tiers(request)
         if isinstance(request, stimuli.PrepareStore):
-            _check_meta(request)
+            check_meta(request)
 
     def _check_tiers(self, request: stimuli.LadderRequest) -> None:
         named: list[str] = list(getattr(request, "tiers", None) or ())
@@ -192,8 +195,12 @@ class Ladder:
         if request.rank >= layout.ranks:
             raise Refusal(ErrorCode.BAD_REQUEST, f"rank {request.rank}: the layout has {layout.ranks} ranks")
         namespace = layout.namespace()
-        space = self._space(namespace, request)
+        try:
+            space = open_space(self.stack, namespace, layout)
+        except PoolExhausted as error:
+            raise Refusal(ErrorCode.POOL_EXHAUSTED, str(error)) from None
         space.sessions.add(number)
+        space.awaited.discard(request.process)
         self.sessions.attach(
             Session(
                 number=number,
@@ -222,28 +229,6 @@ class Ladder:
                 tiers=self.stack.names,
             ),
         )
-
-    def _space(self, namespace: str, request: stimuli.Attach) -> PoolSpace:
-        """Return the layout's share of the pool with room for at least one slot in it."""
-        primary = self.stack.primary
-        space = primary.spaces.get(namespace)
-        if space is not None:
-            return space
-        policy = (primary.spec.policy or Lru)()
-        space = PoolSpace(request.layout, Geometry.of(request.layout), primary.extents, policy)
-        secondaries = self.stack.secondaries
-        space.blocks.spare = lambda block_id: any(block_id in tier.wanted for tier in secondaries)
-        if not space.arena.grow() and not (self.stack.reclaim(space) and space.arena.grow()):
-            held = sum(len(other.sessions) for other in primary.spaces.values())
-            raise Refusal(
-                ErrorCode.POOL_EXHAUSTED,
-                f"no room for a slot of {space.geometry.slot_bytes} bytes in the pool"
-                f" of {self.pool_bytes} bytes ({primary.extents.free_units * UNIT} free, {held} sessions"
-                " of other layouts attached):"
-                " raise pool.bytes or stop engines of other layouts",
-            )
-        primary.spaces[namespace] = space
-        return space
 
     def _touch(self, session: Session, request: stimuli.Touch) -> None:
         count = self.stack.touch(block_ids(session.namespace, request.keys))
@@ -292,6 +277,9 @@ class Ladder:
 
     def _tick(self) -> None:
         now = self.stack.now
+        if now >= self.awaits_until:
+            for space in self.stack.primary.spaces.values():
+                space.awaited.clear()
         self.loads.expire()
         for job in [job for job in self.sessions.jobs.values() if job.deadline <= now]:
             self.stores.revoke(job)
@@ -369,27 +357,3 @@ class Ladder:
         for space in self.stack.primary.spaces.values():
             for node in leaf_first(space.blocks):
                 self.stack.primary.forget(node, Departure.STOPPED)
-
-
-def _check_meta(request: stimuli.PrepareStore) -> None:
-    if request.meta and len(request.meta) != len(request.keys):
-        raise Refusal(ErrorCode.BAD_REQUEST, f"{len(request.meta)} meta for {len(request.keys)} keys")
-    for meta in request.meta:
-        if meta is None:
-            continue
-        if meta.parent in meta.hashes:
-            raise Refusal(ErrorCode.BAD_REQUEST, f"block {meta.hashes[0]!r} names itself as its parent")
-        if meta.extra_keys is not None and _nested_deeper(meta.extra_keys, EXTRA_KEYS_DEPTH):
-            message = f"extra_keys are nested deeper than {EXTRA_KEYS_DEPTH} levels"
-            raise Refusal(ErrorCode.BAD_REQUEST, message)
-
-
-def _nested_deeper(value: object, levels: int) -> bool:
-    """Whether containers are nested deeper: what can just be decoded cannot always be encoded again."""
-    if isinstance(value, dict):
-        items: Iterable[object] = itertools.chain(value, value.values())
-    elif isinstance(value, list | tuple):
-        items = value
-    else:
-        return False
-    return not levels or any(_nested_deeper(item, levels - 1) for item in items)

@@ -332,6 +332,8 @@ class Loads:
         self._sessions.leases[number] = Lease(
             number, session.number, session.engine, deadline, nodes, exposed
         )
+        if exposed:
+            self._sessions.hold(number, session.engine, nodes)
         return number
 
     def release(self, session: Session, request: Release) -> None:
@@ -339,6 +341,8 @@ class Loads:
         lease = self._sessions.leases.get(request.lease)
         if lease is not None and lease.session == session.number:
             del self._sessions.leases[lease.number]
+            if lease.exposed:
+                self._sessions.let_go(lease.number)
             self._unpin(lease.nodes)
         elif session.role is Role.SCHEDULER:
             self._custody.resolve(request.lease, session.engine)

@@ -7,10 +7,11 @@ mapped the pool at that moment has acknowledged the fence or is dead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvtierd.core.holdings import Holdings
+from kvtierd.core.ledger import Counters, Ended, Held, Ledger, Mapped, Unmapped
 from kvtierd.core.model import BlockKey
 from kvtierd.core.residency import Node
 from kvtierd.core.stimuli import Role
@@ -78,7 +79,10 @@ class Sessions:
     mapped: dict[str, set[bytes]] = field(default_factory=dict)
     """Engine id to the living processes that mapped the pool for it."""
     fence: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
     _number: int = 0
+    _attaches: dict[tuple[str, bytes], set[tuple[str, int]]] = field(default_factory=dict)
+    """Engine and process to the (namespace, dp rank) pairs of their attaches."""
     _ranks: dict[bytes, set[int]] = field(default_factory=dict)
     """Process to the dp ranks that it attached with."""
 
@@ -87,11 +91,48 @@ class Sessions:
         self._number += 1
         return self._number
 
+    @property
+    def last_number(self) -> int:
+        """The last number that a job or lease got."""
+        return self._number
+
+    def resume(self, counters: Counters) -> None:
+        """Go on counting where an earlier daemon stopped."""
+        self.fence, self._number = counters.fence, counters.number
+
+    def hold(self, number: int, engine: str, nodes: Sequence[Node]) -> None:
+        """Note that an engine was told the slots of nodes, under the number of a job or lease."""
+        if self.ledger.on and nodes:
+            self.ledger.note(_held(number, engine, nodes))
+
+    def let_go(self, number: int) -> None:
+        """Note that nobody copies under this number any more."""
+        self.ledger.note(Ended(number))
+
     def attach(self, session: Session) -> None:
         """Note a session and that its process maps the pool."""
         self.open[session.number] = session
-        self._ranks.setdefault(session.process, set()).add(session.dp_rank)
-        self.mapped.setdefault(session.engine, set()).add(session.process)
+        self.await_back(session.engine, session.process, [(session.namespace, session.dp_rank)])
+        self.ledger.note(Mapped(session.engine, session.process, session.namespace, session.dp_rank))
+
+    def await_back(self, engine: str, process: bytes, attaches: Collection[tuple[str, int]]) -> None:
+        """Know a process that maps the pool, with its (namespace, dp rank) pairs, also without a session."""
+        self._ranks.setdefault(process, set()).update(dp_rank for _, dp_rank in attaches)
+        self._attaches.setdefault((engine, process), set()).update(attaches)
+        self.mapped.setdefault(engine, set()).add(process)
+
+    def mappings(self) -> list[Mapped]:
+        """Return who maps the pool, as the ledger notes it."""
+        return [Mapped(*who, *how) for who, attaches in self._attaches.items() for how in attaches]
+
+    def holds(self) -> list[Held]:
+        """Return what engines may be copying into or out of, as the ledger notes it."""
+        nodes: list[tuple[int, str, list[Node]]] = [
+            *((job.number, job.engine, list(job.nodes.values())) for job in self.jobs.values()),
+            *((lease.number, lease.engine, lease.nodes) for lease in self.leases.values() if lease.exposed),
+            *((held.number, held.engine, held.nodes) for held in self.quarantines.values()),
+        ]
+        return [_held(*item) for item in nodes if item[2]]
 
     def leave(self, session: Session) -> None:
         """Note a goodbye: its dp rank is gone, unless another session of this process has it."""
@@ -111,6 +152,7 @@ class Sessions:
         """Hold nodes for the engine's processes; ``None`` when none of them lives: nothing is held."""
         waiting = set(self.mapped.get(engine, ()))
         if not waiting:
+            self.let_go(number)
             return None
         self.fence += 1
         held = Quarantine(number, engine, session, self.fence, nodes, waiting)
@@ -127,14 +169,16 @@ class Sessions:
                     ended.append(held)
         return self._forget(ended)
 
-    def process_gone(self, process: bytes, engines: Iterable[str] | None = None) -> list[Quarantine]:
+    def process_gone(self, process: bytes, engines: Collection[str] | None = None) -> list[Quarantine]:
         """Note that a process no longer touches the pool (for the engines, ``None``: all of them)."""
         ended: list[Quarantine] = []
+        self.ledger.note(Unmapped(process, None if engines is None else tuple(engines)))
         for engine in list(self.mapped) if engines is None else engines:
             processes = self.mapped.get(engine)
             if processes is None:
                 continue
             processes.discard(process)
+            self._attaches.pop((engine, process), None)
             if not processes:
                 del self.mapped[engine]
             ended += self.acknowledged(engine, process, self.fence)
@@ -144,5 +188,14 @@ class Sessions:
 
     def _forget(self, ended: list[Quarantine]) -> list[Quarantine]:
         for held in ended:
-            del self.quarantines[held.number]
+            self.forget(held)
         return ended
+
+    def forget(self, held: Quarantine) -> None:
+        """End a quarantine."""
+        del self.quarantines[held.number]
+        self.let_go(held.number)
+
+
+def _held(number: int, engine: str, nodes: Sequence[Node]) -> Held:
+    return Held(number, engine, nodes[0].block.id.namespace, tuple(node.slot for node in nodes))

@@ -7,6 +7,7 @@ it grows and gives whole ones back. All numbers are units of :data:`kvtierd.core
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 EXTENTS_PER_POOL = 64
@@ -49,6 +50,19 @@ class ExtentMap:
             return Extent(start, take)
         return None
 
+    def claim(self, extent: Extent) -> bool:
+        """Take this very run; ``False`` when not all of it is free."""
+        index = bisect.bisect(self._free, (extent.start, self.units + 1)) - 1
+        if index < 0 or extent.units <= 0:
+            return False
+        start, units = self._free[index]
+        end = extent.start + extent.units
+        if end > start + units:
+            return False
+        rest = [(start, extent.start - start), (end, start + units - end)]
+        self._free[index : index + 1] = [run for run in rest if run[1]]
+        return True
+
     def give(self, extent: Extent) -> None:
         """Give a run back."""
         index = bisect.bisect(self._free, (extent.start, 0))
@@ -72,6 +86,8 @@ class Arena:
         self._free: list[int] = []
         self._changed = False
         """Whether an extent may have become wholly free since the last look."""
+        self.resized = False
+        """Whether extents came or went; whoever writes them down takes it back."""
         self.slots = 0
 
     @property
@@ -91,7 +107,7 @@ class Arena:
         if extent is None:
             return False
         self.extents.append(extent)
-        self._changed = True
+        self._changed = self.resized = True
         self.slots += extent.units // self.slot_units
         # Reversed, so that slots are handed out from the low end.
         self._free.extend(
@@ -132,9 +148,25 @@ class Arena:
             else:
                 kept.append(extent)
         if returned:
+            self.resized = True
             self.extents = kept
             self._free = [slot for slot in self._free if slot in free]
         return returned
+
+    def restore(self, extents: Sequence[Extent], used: Set[int]) -> bool:
+        """Begin with these runs and used slots; ``False`` when that cannot be, and nothing is valid then."""
+        slots: set[int] = set()
+        for extent in extents:
+            if extent.units % self.slot_units or not self._map.claim(extent):
+                return False
+            slots.update(range(extent.start, extent.start + extent.units, self.slot_units))
+        if not used <= slots:
+            return False
+        self.extents = list(extents)
+        self.slots = len(slots)
+        self._free = sorted(slots - used, reverse=True)
+        self._changed = True
+        return True
 
     def free_list(self) -> tuple[int, ...]:
         """Return the free slots (for validation)."""

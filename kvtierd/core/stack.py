@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
+from kvtierd.core.ledger import Shaped
 from kvtierd.core.model import BlockId, Departure
 from kvtierd.core.policies.lru import Lru
 from kvtierd.core.residency import Node, State, leaf_first
@@ -37,7 +38,8 @@ class Stack:
         self.operations: dict[int, Operation] = {}
         self.now = 0.0
         self._op = itertools.count(1)
-        self._generation = itertools.count(1)
+        self.generation = 0
+        """The last one that a reservation got."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,7 +57,8 @@ class Stack:
 
     def next_generation(self) -> int:
         """Return a number that no earlier reservation of this pool had."""
-        return next(self._generation)
+        self.generation += 1
+        return self.generation
 
     def begin(self, operation: Operation) -> int:
         """Register work in flight and return its number."""
@@ -79,12 +82,13 @@ class Stack:
         """Take the extents of detached layouts away from them; their blocks get removals, leaf first."""
         returned = 0
         for namespace, space in list(self.primary.spaces.items()):
-            if space is wanting or space.sessions:
+            if space is wanting or space.attached:
                 continue
             for node in leaf_first(node for node in space.blocks if not node.pins):
                 self.primary.forget(node, Departure.DETACHED)
             returned += space.arena.shrink()
             if not space.arena.extents and not space.blocks.nodes:
+                self.primary.ledger.note(Shaped(space.layout, ()))
                 del self.primary.spaces[namespace]
         return returned > 0
 

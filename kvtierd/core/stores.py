@@ -118,6 +118,7 @@ class Stores:
             nodes=nodes,
             store_to=self._targets(request),
         )
+        self._sessions.hold(number, session.engine, list(nodes.values()))
         return number
 
     def commit(self, session: Session, request: Commit) -> None:
@@ -169,6 +170,7 @@ class Stores:
     def _end(self, job: Job) -> None:
         """Close a job whose copies are known to be over; what is not visible by now never was."""
         del self._sessions.jobs[job.number]
+        self._sessions.let_go(job.number)
         for node in job.nodes.values():
             self._wishes.pop(node, None)
             if not node.gone and node.state is State.RESERVED:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvtierd.core.gate import Gate
 from kvtierd.core.geometry import Geometry
+from kvtierd.core.ledger import Ledger, Placed, Shaped, Vacated
 from kvtierd.core.model import Block, BlockId, Departure, EventKind, Layout, Locality, Medium, TierEvent
 from kvtierd.core.pace import ReadPace
 from kvtierd.core.policies.base import Policy
@@ -56,6 +57,9 @@ class Tier:
     def announce(self, kind: EventKind, block: Block) -> None:
         """Queue one placement change, once per change."""
         self.counters[kind.value] += 1
+        self._queue_event(kind, block)
+
+    def _queue_event(self, kind: EventKind, block: Block) -> None:
         if self.spec.events:
             self._queue.append(TierEvent(kind, self.name, self.spec.medium, self.spec.locality, block))
 
@@ -85,6 +89,18 @@ class PoolSpace:
         """Slots of promotions under way or not read yet."""
         self.leaving: set[Node] = set()
         """Nodes that left the set but are pinned: their slots are not free yet."""
+        self.awaited: set[bytes] = set()
+        """Processes that attached to an earlier daemon and may come back for their blocks."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether an engine uses this layout, or is about to come back to it."""
+        return bool(self.sessions or self.awaited)
+
+    def shape(self) -> Shaped:
+        """Return what there is to write down of it, but for its blocks."""
+        extents = ((extent.start, extent.units) for extent in self.arena.extents)
+        return Shaped(self.layout, tuple(extents))
 
     def most_slots(self) -> int:
         """Return how many slots the layout would have with all that no other layout holds."""
@@ -111,6 +127,7 @@ class PrimaryTier(Tier):
 
     def __init__(self, spec: TierSpec, pool_units: int) -> None:
         super().__init__(spec)
+        self.ledger = Ledger()
         self.extents = ExtentMap(pool_units)
         self.spaces: dict[str, PoolSpace] = {}
 
@@ -142,6 +159,7 @@ class PrimaryTier(Tier):
         self.space_of(node).drop(node)
         if node.state is State.RESIDENT:
             self.count(why)
+            self.ledger.note(Vacated(node.slot))
             self.announce(EventKind.REMOVED, node.block)
 
     def abandon(self, node: Node) -> None:
@@ -151,7 +169,13 @@ class PrimaryTier(Tier):
     def publish(self, node: Node) -> None:
         """Make a reserved or loading block visible and announce it."""
         node.state = State.RESIDENT
+        self.ledger.note(Placed(node.slot, node.generation, node.block))
         self.announce(EventKind.STORED, node.block)
+
+    def restored(self, node: Node) -> None:
+        """Queue a block that was visible before the daemon started, as :meth:`publish` does for a new one."""
+        self.counters["restored"] += 1
+        self._queue_event(EventKind.STORED, node.block)
 
 
 class SecondaryTier(Tier):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from kvtierd.core.model import TierEvent
+from kvtierd.core.model import Block, TierEvent
 from kvtierd.core.stimuli import Found
 from kvtierd.edges.journal import Journal
 from kvtierd.wire.announced import Announced, TierLabel, Told
@@ -106,10 +106,14 @@ class Announcer:
 
     def known(self, found: Found) -> Found:
         """Return a part of a scan with the descriptions that are in memory already."""
-        known = self._announced.known
+        known = self.known_block
         return replace(
             found, blocks=[replace(item, block=known(found.tier, item.block)) for item in found.blocks]
         )
+
+    def known_block(self, tier: str, block: Block) -> Block:
+        """Return an equal description that is in memory already, if there is one."""
+        return self._announced.known(tier, block)
 
     def tick(self) -> None:
         """Do the journal's upkeep."""

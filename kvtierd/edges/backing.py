@@ -40,8 +40,8 @@ def open_memfd(size: int, *, huge: bool = False) -> int:
     return fd
 
 
-def claim_file(path: Path) -> None:
-    """Remove what a dead daemon left at ``path``. Its memory stays with the engines that still map it.
+def lock_file(path: Path) -> int | None:
+    """Open and lock what a dead daemon left at ``path``; ``None`` if there is nothing.
 
     Raises:
         PoolError: a live daemon owns it, or it is no file.
@@ -49,18 +49,32 @@ def claim_file(path: Path) -> None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        return
+        return None
     except OSError as error:
         raise PoolError(f"pool.path: cannot open {path}: {error.strerror}") from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise PoolError(f"pool.path: {path} is not a regular file")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise PoolError(f"pool.path: {path} belongs to another daemon that is running") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def claim_file(path: Path) -> None:
+    """Remove what a dead daemon left at ``path``. Its memory stays with the engines that still map it.
+
+    Raises:
+        PoolError: a live daemon owns it, or it is no file.
+    """
+    fd = lock_file(path)
+    if fd is not None:
         # Not truncated: an engine that still maps it would die of SIGBUS.
         path.unlink(missing_ok=True)
-    except BlockingIOError:
-        raise PoolError(f"pool.path: {path} belongs to another daemon that is running") from None
-    finally:
         os.close(fd)
 
 

@@ -302,7 +302,7 @@ class EngineConnection(asyncio.Protocol):
             return
         pipe = -1
         try:
-            pipe = liveness.hand_out(self._process)
+            pipe = liveness.hand_out(self._process, raw)
             sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe])
         except OSError as error:
             log.warning("connection %d: the pool could not be handed over: %s", self.number, error)

@@ -27,7 +27,8 @@ from kvtierd.core.model import Block, BlockId, TierEvent
 from kvtierd.edges.journal_file import JournalFile
 from kvtierd.edges.number_page import boot_id
 from kvtierd.wire.announced import Announced, History, TierLabel
-from kvtierd.wire.records import HistoryReader, Mark, Unreadable
+from kvtierd.wire.frames import Unreadable
+from kvtierd.wire.records import HistoryReader, Mark
 
 log = logging.getLogger(__name__)
 

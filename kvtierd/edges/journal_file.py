@@ -7,11 +7,10 @@ import logging
 import os
 from pathlib import Path
 
+from kvtierd.wire.frames import Torn, Unreadable
 from kvtierd.wire.records import (
     HistoryReader,
     RecordWriter,
-    Torn,
-    Unreadable,
     header,
     read_header,
     read_records,

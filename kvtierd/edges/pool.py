@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtierd.config.schema import BestEffort
 from kvtierd.core.geometry import UNIT
@@ -48,6 +48,18 @@ class PoolSettings(Protocol):
     def prefault_threads(self) -> int: ...  # noqa: D102
 
 
+class Found(NamedTuple):
+    """A pool's file that an earlier daemon left: locked, whole, of the wanted size."""
+
+    owner: int
+    pool_id: str
+
+
+def pool_path(settings: PoolSettings, runtime_dir: Path) -> Path | None:
+    """Return where the pool's file lies, ``None`` for one that has no name."""
+    return (settings.path or runtime_dir / "pool") if settings.backing == "file" else None
+
+
 class Pool:
     """A mapped pool.
 
@@ -62,13 +74,23 @@ class Pool:
     """
 
     def __init__(
-        self, owner: int, size: int, *, calls: MemoryCalls, threads: int = 0, path: Path | None = None
+        self,
+        owner: int,
+        size: int,
+        *,
+        calls: MemoryCalls,
+        threads: int = 0,
+        path: Path | None = None,
+        pool_id: str = "",
     ) -> None:
-        """Map the file behind ``owner``, which this object closes; ``path`` is removed at the end."""
-        self.pool_id = secrets.token_hex(16)
+        """Map the file behind ``owner``, which this object closes; ``path`` is removed at the end.
+
+        ``pool_id``: that of a pool which is there already, with all its pages.
+        """
+        self.pool_id = pool_id or secrets.token_hex(16)
         self.bytes = size
         self.achieved: dict[str, dict[str, str]] = {}
-        self.prefaulted_bytes = 0
+        self.prefaulted_bytes = size if pool_id else 0
         self._owner = owner
         self._path = path
         self._calls = calls
@@ -85,8 +107,14 @@ class Pool:
         self._closed = False
 
     @classmethod
-    def allocate(cls, settings: PoolSettings, runtime_dir: Path, calls: MemoryCalls | None = None) -> Pool:
-        """Make and map the pool; nothing is pre-faulted yet.
+    def allocate(
+        cls,
+        settings: PoolSettings,
+        runtime_dir: Path,
+        calls: MemoryCalls | None = None,
+        found: Found | None = None,
+    ) -> Pool:
+        """Make and map the pool, or map the one that was found; nothing new is pre-faulted yet.
 
         Raises:
             PoolError: it does not fit the limits (checked first), the kernel refuses, or it must be locked
@@ -96,19 +124,21 @@ class Pool:
         size = settings.bytes - settings.bytes % UNIT
         huge_state = ("off", "")
         pool = None
-        if settings.huge_pages:
+        if found is not None:
+            pool = _again(settings, found, size, runtime_dir, calls)
+        elif settings.huge_pages:
             pool, huge_state = _with_huge_pages(settings, calls)
         if pool is None:
             pool = _plain(settings, size, runtime_dir, calls)
         try:
             pool.record("backing", settings.backing)
             pool.record("huge_pages", *huge_state)
-            pool.record("prefault", "pending")
+            pool.record("prefault", "pending" if found is None else "done")
             pool._lock_memory(settings.lock)
             with contextlib.suppress(OSError):
                 calls.madvise(pool.address, pool.bytes, MADV_DONTDUMP)  # prompts stay out of core dumps
         except PoolError:
-            pool.close()
+            pool.close(keep=found is not None)
             raise
         return pool
 
@@ -138,6 +168,8 @@ class Pool:
         with self._prefaulting:
             if self._closed:
                 return False
+            if self.prefaulted_bytes == self.bytes:
+                return True
             self.record("prefault", "running")
             self.prefaulted_bytes = 0
             chunks = range(0, self.bytes, PREFAULT_CHUNK)
@@ -170,8 +202,8 @@ class Pool:
         """Call ``undo`` at :meth:`close`, before the memory is unmapped; the last added is called first."""
         self._at_close.append(undo)
 
-    def close(self) -> bool:
-        """Unmap and free the pool; safe to call twice and during a pre-fault.
+    def close(self, *, keep: bool = False) -> bool:
+        """Unmap and, unless its file is to be kept, free the pool; safe to call twice and during a pre-fault.
 
         Returns:
             False if views of it are still out: then the mapping stays until the last one is gone.
@@ -183,7 +215,7 @@ class Pool:
             self._closed = True
             while self._at_close:
                 self._at_close.pop()()
-            if self._path is not None:
+            if self._path is not None and not keep:
                 files.remove_file(self._path, self._owner)
             self._memory.release()
             with contextlib.suppress(BufferError):
@@ -242,8 +274,17 @@ def _with_huge_pages(settings: PoolSettings, calls: MemoryCalls) -> tuple[Pool |
         return None, ("not used", error.strerror or str(error))
 
 
+def _again(settings: PoolSettings, found: Found, size: int, runtime_dir: Path, calls: MemoryCalls) -> Pool:
+    threads, path = settings.prefault_threads, pool_path(settings, runtime_dir)
+    try:
+        return Pool(found.owner, size, calls=calls, threads=threads, path=path, pool_id=found.pool_id)
+    except OSError as error:
+        os.close(found.owner)
+        raise PoolError(f"pool.bytes: cannot map {size} bytes: {error.strerror}") from None
+
+
 def _plain(settings: PoolSettings, size: int, runtime_dir: Path, calls: MemoryCalls) -> Pool:
-    path = (settings.path or runtime_dir / "pool") if settings.backing == "file" else None
+    path = pool_path(settings, runtime_dir)
     if path is not None:
         files.claim_file(path)  # first: what a dead daemon left counts against the limits
     require_room(size, memory_rooms(), "pool.bytes")

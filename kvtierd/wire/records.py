@@ -5,7 +5,7 @@
     generation = MAGIC header record*
     header     = frame([boot id])
     record     = frame([at, entries, tiers, namespaces, mark])
-    frame      = length (4 bytes, little-endian), CRC-32 of the body (4 bytes), body (msgpack)
+    frame      : see :mod:`kvtierd.wire.frames`
     entry      = [kind, tier, namespace, [hash, group], payload bytes, dp rank, metadata]
 
 ``at`` is seconds of a clock that runs through all processes of one boot. ``tiers`` and ``namespaces`` name
@@ -19,7 +19,6 @@ goes; so reading all files in order is right at any moment.
 from __future__ import annotations
 
 import enum
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
@@ -28,27 +27,10 @@ import msgspec
 
 from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, TierEvent
 from kvtierd.wire.announced import History, TierLabel
+from kvtierd.wire.frames import UNDECODABLE, Torn, Unreadable, bodies, checked, read_magic
 
 MAGIC = b"kvtierd announced 1\n"
 _MAGIC_STEM = b"kvtierd announced "
-MAX_RECORD = 1 << 30
-_FRAME = 8
-
-
-# What a decoder raises for bytes that somebody else sealed: besides its own errors, nesting without an end.
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-
-
-class Torn(Exception):
-    """The last record is incomplete: what comes before ``offset`` is good."""
-
-    def __init__(self, offset: int) -> None:
-        super().__init__(f"torn at byte {offset}")
-        self.offset = offset
-
-
-class Unreadable(Exception):
-    """These bytes are not a journal that this version can believe."""
 
 
 class Kind(enum.IntEnum):
@@ -102,11 +84,7 @@ _headers = msgspec.msgpack.Decoder(tuple[str])
 
 def header(boot_id: str) -> bytes:
     """Return the first bytes of a generation."""
-    return MAGIC + _frame(_encode((boot_id,)))
-
-
-def _frame(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+    return MAGIC + checked(_encode((boot_id,)))
 
 
 class RecordWriter:
@@ -137,13 +115,13 @@ class RecordWriter:
 
     def mark(self, at: float, mark: Mark) -> bytes:
         """Return a record without entries."""
-        return _frame(_encode((at, (), (), (), int(mark))))
+        return checked(_encode((at, (), (), (), int(mark))))
 
     def _record(self, at: float, entries: list[tuple[object, ...]], known: tuple[int, int]) -> bytes:
         tiers, namespaces = list(self._tiers)[known[0] :], list(self._namespaces)[known[1] :]
         if tiers or namespaces:
-            return _frame(_encode((at, entries, tiers, namespaces)))
-        return _frame(_encode((at, entries)))
+            return checked(_encode((at, entries, tiers, namespaces)))
+        return checked(_encode((at, entries)))
 
     def _entry(self, kind: int, label: TierLabel, block: Block) -> tuple[object, ...]:
         namespace, key = block.id
@@ -163,19 +141,11 @@ def read_header(file: BinaryIO) -> str:
         Torn: there is less than a header.
         Unreadable: something else, or a form of another version.
     """
-    magic = file.read(len(MAGIC))
-    if magic != MAGIC:
-        if MAGIC.startswith(magic):
-            raise Torn(0)
-        if magic.startswith(_MAGIC_STEM):
-            raise Unreadable(
-                f"it has another version's form ({magic[len(_MAGIC_STEM) :].decode('latin-1').strip()})"
-            )
-        raise Unreadable("it does not begin as an announced journal does")
-    for body in _bodies(file):
+    read_magic(file, MAGIC, _MAGIC_STEM, "an announced journal")
+    for body in bodies(file):
         try:
             return _headers.decode(body)[0]
-        except _UNREADABLE as error:
+        except UNDECODABLE as error:
             raise Unreadable(f"its header: {error}") from error
     raise Torn(0)
 
@@ -187,32 +157,11 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
         Torn: the last record is incomplete.
         Unreadable: a record in the middle is damaged.
     """
-    for body in _bodies(file):
+    for body in bodies(file):
         try:
             yield _records.decode(body)
-        except _UNREADABLE as error:
+        except UNDECODABLE as error:
             raise Unreadable(f"a record before byte {file.tell()}: {error}") from error
-
-
-def _bodies(file: BinaryIO) -> Iterator[bytes]:
-    while True:
-        start = file.tell()
-        head = file.read(_FRAME)
-        if not head:
-            return
-        length = int.from_bytes(head[:4], "little")
-        if len(head) < _FRAME:
-            raise Torn(start)
-        if not 0 < length <= MAX_RECORD:
-            raise Unreadable(f"a record of {length} bytes at byte {start}")
-        body = file.read(length)
-        if len(body) < length:
-            raise Torn(start)
-        if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
-            if not file.read(1):
-                raise Torn(start)
-            raise Unreadable(f"the checksum of the record at byte {start} is wrong")
-        yield body
 
 
 class HistoryReader:

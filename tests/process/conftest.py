@@ -11,8 +11,10 @@ import pytest
 
 from kvtierd.client import Layout
 from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig
+from kvtierd.testing.engine_process import EngineProcess
 
 Make = Callable[..., DaemonRig]
+Engines = Callable[..., EngineProcess]
 
 
 class Garage:
@@ -159,3 +161,17 @@ def rig(garage: Garage, layout: Layout) -> Iterator[DaemonRig]:
     except BaseException:
         rig.close()
         raise
+
+
+@pytest.fixture
+def engine() -> Iterator[Engines]:
+    """Start engine processes; all end with the test."""
+    running: list[EngineProcess] = []
+
+    def start(rig: DaemonRig, engine_id: str = "child", role: str = "scheduler") -> EngineProcess:
+        running.append(EngineProcess(rig, engine_id, role))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import select
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -16,59 +10,13 @@ import pytest
 from kvtierd.client import KeyState, RequestRefused, Session
 from kvtierd.testing.clock import wait_for
 from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig, chain, keys_of, load, loose, store
+from kvtierd.testing.engine_process import EngineProcess
 from kvtierd.testing.workload import payload
 
 Make = Callable[..., DaemonRig]
-SCRIPT = Path(__file__).with_name("engine_process.py")
-
-
-class EngineProcess:
-    """An engine that can be killed. Calling it runs a command there and returns the result."""
-
-    def __init__(self, rig: DaemonRig, engine_id: str, role: str = "scheduler") -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), rig.daemon.socket, engine_id, role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self.greeting = self._answer()
-
-    def __call__(self, command: str, *arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        poller = select.poll()
-        poller.register(self._process.stdout, select.POLLIN)
-        assert poller.poll(20_000), "the engine is silent"
-        return json.loads(self._process.stdout.readline())
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 Engines = Callable[..., EngineProcess]
-
-
-@pytest.fixture
-def engine() -> Iterator[Engines]:
-    """Start engine processes; all end with the test."""
-    running: list[EngineProcess] = []
-
-    def start(rig: DaemonRig, engine_id: str = "child", role: str = "scheduler") -> EngineProcess:
-        running.append(EngineProcess(rig, engine_id, role))
-        return running[-1]
-
-    yield start
-    for process in running:
-        process.kill()
 
 
 def quarantined(rig: DaemonRig) -> int:

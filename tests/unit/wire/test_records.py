@@ -16,13 +16,12 @@ from kvtierd.core.model import (
 )
 from kvtierd.testing.rig import key, meta
 from kvtierd.wire.announced import History, TierLabel
+from kvtierd.wire.frames import Torn, Unreadable
 from kvtierd.wire.records import (
     MAGIC,
     HistoryReader,
     Mark,
     RecordWriter,
-    Torn,
-    Unreadable,
     header,
     read_header,
     read_records,

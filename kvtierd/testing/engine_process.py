@@ -1,19 +1,22 @@
-"""An engine in a process of its own, told by lines of JSON what to do; started by ``test_custody.py``."""
+"""An engine in a process of its own, told by lines of JSON what to do: it can be killed, and go silent."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import select
 import socket
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kvtierd.client import Client, Job, Loaded
-from kvtierd.testing.daemon_rig import LAYOUT, chain, keys_of, loose
+from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig, chain, keys_of, loose
 
 
 class Engine:
@@ -26,9 +29,11 @@ class Engine:
         self._got: Loaded | None = None
 
     def pool(self) -> dict[str, Any]:
+        """Return the mapping and whether the session stands."""
         return {"pool_id": self._session.pool_id, "connected": self._session.connected}
 
     def reserve(self, count: int, prefix: str) -> dict[str, Any]:
+        """Open a job for blocks; return its slots."""
         blocks = loose(count, prefix)
         self._job = self._session.prepare_store(keys_of(blocks), meta=[block.meta for block in blocks])
         return {"job": self._job.job, "slots": self._job.slots}
@@ -42,10 +47,12 @@ class Engine:
         return len(views)
 
     def commit(self) -> int:
+        """Commit the job; return how many blocks are visible."""
         assert self._job is not None
         return len(self._job.commit())
 
     def lease(self, count: int, seed: str) -> dict[str, Any]:
+        """Load a chain; return its slots."""
         self._got = self._session.load(keys_of(chain(count, seed)), deadline=5.0)
         return {"slots": self._got.slots, "sources": self._got.sources}
 
@@ -55,6 +62,7 @@ class Engine:
         return [bytes(view[:8]).hex() for view in self._got.views()]
 
     def peek(self, slot: int) -> str:
+        """Return the first bytes of a slot."""
         return bytes(self._session.slot(slot)[:8]).hex()
 
     def drop(self) -> int:
@@ -77,23 +85,84 @@ class Engine:
             assert time.monotonic() < deadline
         return self._session.poll()
 
+    def hush(self) -> int:
+        """Close this process's liveness pipes, as a careless client might; return how many there were."""
+        pipes = [int(name) for name in os.listdir("/proc/self/fd") if _is_write_end(int(name))]
+        for pipe in pipes:
+            os.close(pipe)
+        return len(pipes)
+
     def poll(self) -> int | None:
+        """Return the fence to be acknowledged, if any."""
         return self._session.poll()
 
     def acknowledge(self) -> bool:
+        """Say that nothing revoked is being copied."""
         return self._session.acknowledge()
 
     def close(self) -> None:
+        """Say goodbye."""
         self._session.close()
 
 
+def _is_write_end(fd: int) -> bool:
+    """Whether this is a pipe to write to, of those that somebody else made."""
+    with contextlib.suppress(OSError):
+        writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+        return fd > 2 and writable and stat.S_ISFIFO(os.fstat(fd).st_mode)
+    return False
+
+
+class EngineProcess:
+    """An engine that can be killed. Calling it runs a command there and returns the result.
+
+    ``greeting``: what it said when it had attached.
+    """
+
+    def __init__(self, rig: DaemonRig, engine_id: str, role: str = "scheduler") -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-m", __name__, rig.daemon.socket, engine_id, role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.greeting = self._answer()
+
+    def __call__(self, command: str, *arguments: Any) -> Any:
+        """Run a command there; return its result."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        poller = select.poll()
+        poller.register(self._process.stdout, select.POLLIN)
+        assert poller.poll(20_000), "the engine is silent"
+        return json.loads(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        """End it at once; it is gone when this returns."""
+        self._process.kill()
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
 def main() -> None:
+    """Attach, then carry out what the lines on standard input say."""
     engine = Engine(*sys.argv[1:4])
-    print(json.dumps(engine.pool()), flush=True)
+    _say(engine.pool())
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         command: Callable[..., Any] = getattr(engine, name)
-        print(json.dumps(command(*arguments)), flush=True)
+        _say(command(*arguments))
+
+
+def _say(result: Any) -> None:
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

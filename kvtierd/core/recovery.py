@@ -1,0 +1,109 @@
+"""Goes on with a pool that an earlier daemon left: its blocks are hits at once, its copies stay safe.
+
+What that daemon had reserved and not committed is lost. Slots that engines had been told of are quarantined,
+as if their connections had just been lost: until every process of the engine has acknowledged or is dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtierd.core.ladder import Ladder
+from kvtierd.core.ledger import Held, PoolState, Shaped
+from kvtierd.core.model import Block, BlockId, block_key
+from kvtierd.core.residency import Node, State
+from kvtierd.core.slots import Extent
+from kvtierd.core.spaces import make_space
+
+AWAIT = 60.0
+"""Seconds for which the blocks of engines that are not back yet are kept from other layouts."""
+
+NO_KEY = block_key(b"\0")
+"""Of a slot that holds no block, but may still be copied into or out of."""
+
+
+class Inconsistent(Exception):
+    """The state contradicts itself or the pool: nothing of it can be believed."""
+
+
+def restore(
+    ladder: Ladder, state: PoolState, now: float, known: Callable[[Block], Block] = lambda block: block
+) -> None:
+    """Put the state into a ladder that nothing has happened to yet; its changes are noted from now on.
+
+    The restored blocks wait in the primary's queue as stores: what readers know of already is not told to
+    them again. ``known`` may give an equal block that is in memory already.
+
+    Raises:
+        Inconsistent: the state cannot be right; the ladder is not to be used.
+    """
+    ladder.stack.generation = state.counters.generation
+    ladder.sessions.resume(state.counters)
+    ladder.stack.primary.ledger.on = True
+    held = _known_holders(ladder, state)
+    used = _used_slots(state, held)
+    for namespace, shaped in state.shapes.items():
+        _shape(ladder, namespace, shaped, used[namespace])
+    nodes: dict[int, Node] = {}
+    for slot, generation, block in state.blocks.values():
+        nodes[slot] = node = Node(known(block), State.RESIDENT, slot=slot, generation=generation)
+        _place(ladder, node)
+    for one in held:
+        _quarantine(ladder, one, nodes)
+    for (_, process), attaches in state.mapped.items():
+        for namespace, _ in attaches:
+            if (space := ladder.stack.primary.spaces.get(namespace)) is not None:
+                space.awaited.add(process)
+    ladder.awaits_until = now + AWAIT
+
+
+def _known_holders(ladder: Ladder, state: PoolState) -> list[Held]:
+    """Know the engines' processes again; return what is held by engines that have any."""
+    sessions = ladder.sessions
+    for (engine, process), attaches in state.mapped.items():
+        sessions.await_back(engine, process, attaches)
+    for number in [number for number, one in state.held.items() if one.engine not in sessions.mapped]:
+        sessions.let_go(number)
+    return [one for one in state.held.values() if one.engine in sessions.mapped]
+
+
+def _used_slots(state: PoolState, held: Sequence[Held]) -> dict[str, set[int]]:
+    used: dict[str, set[int]] = {namespace: set() for namespace in state.shapes}
+    try:
+        for slot, placed in state.blocks.items():
+            used[placed.block.id.namespace].add(slot)
+        for one in held:
+            used[one.namespace].update(one.slots)
+    except KeyError as error:
+        raise Inconsistent(f"a slot belongs to namespace {error}, which has no room") from None
+    return used
+
+
+def _shape(ladder: Ladder, namespace: str, shaped: Shaped, used: set[int]) -> None:
+    space = make_space(ladder.stack, shaped.layout)
+    if not space.arena.restore([Extent(*extent) for extent in shaped.extents], used):
+        raise Inconsistent(f"the slots of namespace {namespace} do not fit into the pool")
+    ladder.stack.primary.spaces[namespace] = space
+
+
+def _place(ladder: Ladder, node: Node) -> None:
+    space = ladder.stack.primary.space_of(node)
+    if space.blocks.get(node.block.id) is not None:
+        raise Inconsistent(f"a block of namespace {space.namespace} is in two slots")
+    space.blocks.add(node)
+    ladder.stack.primary.restored(node)
+
+
+def _quarantine(ladder: Ladder, held: Held, nodes: dict[int, Node]) -> None:
+    """Keep slots out of use until the engine's processes have spoken."""
+    space = ladder.stack.primary.spaces[held.namespace]
+    own = []
+    for slot in dict.fromkeys(held.slots):
+        node = nodes.get(slot)
+        if node is None:  # nothing was visible there, or not any more
+            node = nodes[slot] = Node(Block(BlockId(space.namespace, NO_KEY), 0), State.RESERVED, slot=slot)
+            node.gone = True
+            space.leaving.add(node)
+        own.append(node)
+        space.blocks.pin(node)
+    ladder.sessions.quarantine(held.number, 0, held.engine, own)

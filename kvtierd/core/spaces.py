@@ -1,0 +1,45 @@
+"""Makes a layout's share of the pool."""
+
+from __future__ import annotations
+
+from kvtierd.core.geometry import UNIT, Geometry
+from kvtierd.core.model import Layout
+from kvtierd.core.policies.lru import Lru
+from kvtierd.core.stack import Stack
+from kvtierd.core.tier import PoolSpace
+
+
+class PoolExhausted(Exception):
+    """The layout can get no slot; says why and what to do."""
+
+
+def make_space(stack: Stack, layout: Layout) -> PoolSpace:
+    """Return a share without any room yet, not part of the pool yet."""
+    primary = stack.primary
+    policy = (primary.spec.policy or Lru)()
+    space = PoolSpace(layout, Geometry.of(layout), primary.extents, policy)
+    secondaries = stack.secondaries
+    space.blocks.spare = lambda block_id: any(block_id in tier.wanted for tier in secondaries)
+    return space
+
+
+def open_space(stack: Stack, namespace: str, layout: Layout) -> PoolSpace:
+    """Return the layout's share of the pool with room for at least one slot in it.
+
+    Raises:
+        PoolExhausted: there is none, and none can be made.
+    """
+    primary = stack.primary
+    space = primary.spaces.get(namespace)
+    if space is not None:
+        return space
+    space = make_space(stack, layout)
+    if not space.arena.grow() and not (stack.reclaim(space) and space.arena.grow()):
+        held = sum(len(other.sessions) for other in primary.spaces.values())
+        raise PoolExhausted(
+            f"no room for a slot of {space.geometry.slot_bytes} bytes in the pool of"
+            f" {primary.extents.units * UNIT} bytes ({primary.extents.free_units * UNIT} free,"
+            f" {held} sessions of other layouts attached): raise pool.bytes or stop engines of other layouts"
+        )
+    primary.spaces[namespace] = space
+    return space

@@ -1,0 +1,167 @@
+"""A pool that outlives the daemon: its file, the slot table beside it, the pipes of its engines.
+
+::
+
+    <stem>             the pool's bytes (``pool.path``)
+    <stem>.slots-<n>   what its slots hold (:mod:`kvtierd.edges.slot_log`)
+    <stem>.live/       one named pipe for each process that was given the pool (:mod:`kvtierd.edges.liveness`)
+
+The next daemon goes on with it if it is the same file, whole, of the wanted size, and the machine was not
+started anew in between; else it is removed (engines keep their mappings) and a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtierd.core.geometry import UNIT
+from kvtierd.core.ladder import Ladder
+from kvtierd.core.ledger import PoolState
+from kvtierd.core.model import Block
+from kvtierd.core.recovery import Inconsistent, restore
+from kvtierd.edges import backing
+from kvtierd.edges.libc import MemoryCalls
+from kvtierd.edges.number_page import boot_id
+from kvtierd.edges.pool import Found, Pool, PoolSettings, pool_path
+from kvtierd.edges.slot_log import SlotLog, read_tables, remove_tables
+from kvtierd.errors import PoolError
+from kvtierd.wire.frames import Unreadable
+from kvtierd.wire.slot_records import Header
+
+log = logging.getLogger(__name__)
+
+
+class KeptPool:
+    """The pool of one daemon and what has to outlive it. Only a pool that is a file is really kept.
+
+    ``state``: what the earlier daemon left in it, ``None`` in a new pool and once it was restored.
+    """
+
+    def __init__(self, pool: Pool, stem: Path | None, state: PoolState | None = None) -> None:
+        self.pool = pool
+        self.survived = state is not None
+        self._stem = stem
+        self._state = state
+        self._log: SlotLog | None = None
+
+    @classmethod
+    def open(cls, settings: PoolSettings, runtime_dir: Path, calls: MemoryCalls | None = None) -> KeptPool:
+        """Go on with the pool that is there, or make one. May take seconds: call it off the loop.
+
+        Raises:
+            PoolError: see :meth:`Pool.allocate`; or another daemon has the file.
+        """
+        stem = pool_path(settings, runtime_dir)
+        if stem is None:
+            return cls(Pool.allocate(settings, runtime_dir, calls), None)
+        found, state, reason = _find(stem, settings.bytes - settings.bytes % UNIT)
+        if found is None:
+            remove_tables(stem)
+            _remove_pipes(stem)
+        pool = Pool.allocate(settings, runtime_dir, calls, found)
+        pool.record("kept", "no" if found is None else "yes", reason)
+        return cls(pool, stem, state)
+
+    @property
+    def pipes(self) -> Path | None:
+        """The folder of the liveness pipes, ``None`` where nothing survives."""
+        return None if self._stem is None else _pipes(self._stem)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a daemon that came now would find every block."""
+        return self._log is not None and self._log.degraded is None
+
+    def restore(self, ladder: Ladder, now: float, known: Callable[[Block], Block]) -> set[bytes]:
+        """Put what was left into a new ladder and begin to record; returns the processes that it knew of.
+
+        Raises:
+            PoolError: what was left contradicts itself; it is removed, and the next start makes a new pool.
+        """
+        if self._stem is None:
+            return set()
+        state, self._state = self._state or PoolState(), None
+        try:
+            restore(ladder, state, now, known)
+        except Inconsistent as error:
+            remove_tables(self._stem)
+            raise PoolError(f"pool.path: {self._stem}: {error}: start again, with an empty pool") from None
+        if self.survived:
+            log.info(
+                "pool %s goes on: %d blocks, %d copies of engines may be under way",
+                self.pool.pool_id,
+                len(state.blocks),
+                len(ladder.sessions.quarantines),
+            )
+        self._log = SlotLog(self._stem, self._header(), ladder)
+        self._log.open()
+        return {process for _, process in state.mapped}
+
+    def record(self) -> None:
+        """Write down what a turn changed, before anything of it is carried out."""
+        if self._log is not None:
+            self._log.record()
+
+    def tick(self) -> None:
+        """Do the record's upkeep."""
+        if self._log is not None:
+            self._log.tick()
+
+    def close(self, *, keep: bool) -> None:
+        """Unmap the pool. Unless it is to be kept, nothing of it stays."""
+        if self._log is not None:
+            self._log.close(keep=keep)
+        if self._stem is not None and not keep:
+            _remove_pipes(self._stem)
+        self.pool.close(keep=keep)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the pool's figures and those of its record, by name (plain values)."""
+        table = {} if self._log is None else {"slot_table": self._log.statistics()}
+        return {
+            "pool_id": self.pool.pool_id,
+            "bytes": self.pool.bytes,
+            "prefaulted_bytes": self.pool.prefaulted_bytes,
+            **self.pool.achieved,
+            **table,
+        }
+
+    def _header(self) -> Header:
+        there = os.fstat(self.pool.fd)
+        return Header(boot_id(), self.pool.pool_id, self.pool.bytes, there.st_dev, there.st_ino)
+
+
+def _find(stem: Path, size: int) -> tuple[Found | None, PoolState | None, str]:
+    """Return the file that is there and its state, or why not."""
+    fd = backing.lock_file(stem)
+    if fd is None:
+        return None, None, ""
+    try:
+        there = os.fstat(fd)
+        if there.st_size != size or there.st_blocks * 512 < size:
+            raise Unreadable(f"it has {there.st_size} bytes, {size} are wanted")
+        of, state = read_tables(stem)
+        if not of.boot or of != Header(boot_id(), of.pool_id, size, there.st_dev, there.st_ino):
+            raise Unreadable("its slot table is that of another pool or of an earlier run of the machine")
+    except (Unreadable, OSError) as error:
+        log.warning("pool.path: %s is not gone on with: %s", stem, error)
+        backing.remove_file(stem, fd)
+        os.close(fd)
+        return None, None, str(error)
+    return Found(fd, of.pool_id), state, ""
+
+
+def _pipes(stem: Path) -> Path:
+    return stem.with_name(f"{stem.name}.live")
+
+
+def _remove_pipes(stem: Path) -> None:
+    with contextlib.suppress(OSError):
+        for path in _pipes(stem).iterdir():
+            path.unlink()
+        _pipes(stem).rmdir()

@@ -136,7 +136,7 @@ class Ladder:
 
         Jobs and leases may end a little late; ticking now and then is enough for them.
         """
-        return min((load.deadline for load in self.loads.waiting.values()), default=None)
+        return self.loads.next_deadline()
 
     def statistics(self) -> dict[str, Any]:
         """Return plain values for status and metrics."""

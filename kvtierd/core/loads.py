@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ class Loads:
         self.probing = Probing(stack)
         self.waiting: dict[int, Waiting] = {}
         self._touched: set[int] = set()
+        self._unfilled: set[int] = set()
+        """Loads that wait for room to promote more; entries can be stale."""
+        self._deadlines: list[tuple[float, int]] = []
+        """A heap over the waiting loads; entries can be stale."""
 
     # -- lookup -------------------------------------------------------------------------------------
 
@@ -226,6 +231,9 @@ class Loads:
         self._advance(load)
         if request.deadline and not self._settled(load):
             self.waiting[load.number] = load
+            heapq.heappush(self._deadlines, (load.deadline, load.number))
+            if load.rest:
+                self._unfilled.add(load.number)
         else:
             self._finish(load)
 
@@ -284,17 +292,20 @@ class Loads:
 
     def _answer_settled(self) -> None:
         touched, self._touched = self._touched, set()
-        for load in list(self.waiting.values()):
+        for number in sorted(touched | self._unfilled):  # in the order in which they came
+            load = self.waiting.get(number)
+            if load is None:
+                self._unfilled.discard(number)
+                continue
             if load.rest:
                 self._advance(load)
-            elif load.number not in touched:
-                continue
             if self._settled(load):
                 self._finish(load)
 
     def _finish(self, load: Waiting) -> None:
         """Answer with the leading nodes that are there; unpin the rest."""
         self.waiting.pop(load.number, None)
+        self._unfilled.discard(load.number)
         primary = self._stack.primary
         count = _leading(node.state is RESIDENT and not node.gone for node in load.nodes)
         nodes, sources = load.nodes[:count], load.sources[:count]
@@ -361,9 +372,15 @@ class Loads:
         """Answer loads whose deadline has come with what is there; end what nobody read."""
         self.promotion.expire()
         self._answer_settled()
-        for load in [load for load in self.waiting.values() if load.deadline <= self._stack.now]:
+        while (due := self.next_deadline()) is not None and due <= self._stack.now:
             self._stack.primary.counters["load_deadline"] += 1
-            self._finish(load)
+            self._finish(self.waiting[self._deadlines[0][1]])
+
+    def next_deadline(self) -> float | None:
+        """Return when the next waiting load is due."""
+        while self._deadlines and self._deadlines[0][1] not in self.waiting:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
     def forget_session(self, number: int) -> None:
         """Drop the waiting loads of a closed session."""

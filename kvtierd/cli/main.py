@@ -22,6 +22,7 @@ COMMANDS = {
     "check": ("kvtierd.cli.check", "check a tier file and show the values in force"),
     "schema": ("kvtierd.cli.schema", "print the JSON Schema of the tier file"),
     "status": ("kvtierd.cli.status", "ask a running daemon how it is"),
+    "top": ("kvtierd.cli.top", "watch a running daemon at work"),
     "inventory": ("kvtierd.cli.inventory", "list what a running daemon holds"),
     "gc": ("kvtierd.cli.gc", "find and remove what no daemon needs in a tier's storage"),
     "verify": ("kvtierd.cli.verify", "prove every block in a tier's storage"),

@@ -7,12 +7,13 @@
 
 _shtab_kvtierd_events_subparsers=(tail watch)
 _shtab_kvtierd_bench_subparsers=(rpc tiers events)
-_shtab_kvtierd_subparsers=(serve check schema status inventory gc verify events replay demo bench completion version)
+_shtab_kvtierd_subparsers=(serve check schema status top inventory gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve_option_strings=(-h --help --config --log-level --paranoid)
 _shtab_kvtierd_check_option_strings=(-h --help --config --print-effective --json)
 _shtab_kvtierd_schema_option_strings=(-h --help)
 _shtab_kvtierd_status_option_strings=(-h --help --socket --config --deadline --json --quiet)
+_shtab_kvtierd_top_option_strings=(-h --help --socket --config --deadline --interval --count)
 _shtab_kvtierd_inventory_option_strings=(-h --help --socket --config --deadline --tier --namespace --model --blocks --json)
 _shtab_kvtierd_gc_option_strings=(-h --help --config --path --tier --keep --unused-for --yes --json)
 _shtab_kvtierd_verify_option_strings=(-h --help --config --path --tier --remove --json)
@@ -37,7 +38,7 @@ _shtab_kvtierd_bench_tiers___io_choices=(auto direct buffered)
 _shtab_kvtierd_bench_events___part_choices=(forms latency stall snapshot catch-up)
 _shtab_kvtierd_bench_pos_0_choices=(rpc tiers events)
 _shtab_kvtierd_completion_pos_0_choices=(bash zsh)
-_shtab_kvtierd_pos_0_choices=(serve check schema status inventory gc verify events replay demo bench completion version)
+_shtab_kvtierd_pos_0_choices=(serve check schema status top inventory gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve__h_nargs=0
 _shtab_kvtierd_serve___help_nargs=0
@@ -52,6 +53,8 @@ _shtab_kvtierd_status__h_nargs=0
 _shtab_kvtierd_status___help_nargs=0
 _shtab_kvtierd_status___json_nargs=0
 _shtab_kvtierd_status___quiet_nargs=0
+_shtab_kvtierd_top__h_nargs=0
+_shtab_kvtierd_top___help_nargs=0
 _shtab_kvtierd_inventory__h_nargs=0
 _shtab_kvtierd_inventory___help_nargs=0
 _shtab_kvtierd_inventory___blocks_nargs=0

@@ -21,6 +21,7 @@ _shtab_kvtierd_commands() {
     schema:'Print the JSON Schema of the tier file, for editors. `kvtierd check` is more precise.'
     serve:'Run the daemon until SIGTERM or SIGINT; a second signal ends it at once.'
     status:'Print the status of a running daemon; --json has every figure. Exit code 0: it answered, 69: none does.'
+    top:'Show tiers, engines, readers and what needs a hand, renewed every second, until Ctrl-C. It goes on while the daemon is away. Without a terminal: two looks, for rates, then the end.'
     verify:'Read every block in the storage of tiers and prove its header and payload; a daemon may use it meanwhile. Exit code 0: all are good, or with --remove all that were not are out; 74: some are corrupt or cannot be read.'
     version:'print the version'
   )
@@ -243,6 +244,18 @@ _shtab_kvtierd_status_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_status_defaults_added=0
 
+_shtab_kvtierd_top_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--socket[default\: \/run\/kvtierd\/control.sock]:PATH:"
+  "--config[find the socket through this tier file]:F:"
+  "--deadline[seconds to wait (default 2)]:S:"
+  "--interval[seconds between looks (default 1)]:S:"
+  "--count[end after N looks (default\: never)]:N:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_top_defaults_added=0
+
 _shtab_kvtierd_verify_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[the tiers of this tier file]:F:"
@@ -293,6 +306,7 @@ _shtab_kvtierd() {
         schema) _arguments -C -s $_shtab_kvtierd_schema_options ;;
         serve) _arguments -C -s $_shtab_kvtierd_serve_options ;;
         status) _arguments -C -s $_shtab_kvtierd_status_options ;;
+        top) _arguments -C -s $_shtab_kvtierd_top_options ;;
         verify) _arguments -C -s $_shtab_kvtierd_verify_options ;;
         version) _arguments -C -s $_shtab_kvtierd_version_options ;;
       esac

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _tame_collector() -> None:
+def tame_collector() -> None:
     """Keep full garbage collections out of the turns.
 
     A collection of the oldest generation walks every block of the index (a second for millions) and finds
@@ -89,7 +89,7 @@ async def _serve(tier_file: TierFile, *, paranoid: bool) -> None:
     from kvtierd.daemon import Daemon
 
     daemon = Daemon(tier_file, paranoid=paranoid)
-    _tame_collector()
+    tame_collector()
     loop = asyncio.get_running_loop()
 
     def stop(name: str) -> None:

@@ -302,6 +302,9 @@ def main() -> None:
     if role == "publish":
         import uvloop
 
+        from kvtierd.cli.serve import tame_collector
+
+        tame_collector()
         uvloop.run(_Publisher(settings).run())
     else:
         {"subscribe": _subscribe, "replay": _replay}[role](settings)

@@ -20,7 +20,7 @@ from typing import Any
 from kvtierd import __version__, assembly
 from kvtierd.config.schema import TierFile
 from kvtierd.core import effects, stimuli
-from kvtierd.core.invariants import validate
+from kvtierd.core.guard import Guard
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Block
@@ -66,6 +66,7 @@ class Daemon:
         self._deadline: tuple[float, asyncio.TimerHandle] | None = None
         self._kept: KeptPool | None = None
         self._ladder: Ladder | None = None
+        self._guard: Guard | None = None
         self._openings: Openings | None = None
         self._movers: dict[str, Mover] = {}
         self._hub: EventHub | None = None
@@ -177,6 +178,7 @@ class Daemon:
             liveness.find(processes)
         if self._announcer is not None:
             self._announcer.publish(ladder.take_events(), [ladder.stack.primary.name])
+        self._guard = Guard(ladder, paranoid=self._paranoid)
         self._ladder = ladder
 
     def _known(self, tier: str, block: Block) -> Block:
@@ -233,19 +235,22 @@ class Daemon:
 
     def turn(self, batch: Sequence[stimuli.Stimulus]) -> None:
         """Run stimuli through the ladder, carry the effects out and publish the events."""
-        if self._ladder is None or self._failure is not None:
+        if self._guard is None or self._ladder is None or self._failure is not None:
             return
         try:
-            self._run_turn(self._ladder, batch)
+            self._run_turn(self._ladder, self._guard, batch)
         except Exception as error:
-            self._fail(error)
+            self._fail(error, self._guard)
 
-    def _run_turn(self, ladder: Ladder, batch: Sequence[stimuli.Stimulus]) -> None:
+    def _run_turn(self, ladder: Ladder, guard: Guard, batch: Sequence[stimuli.Stimulus]) -> None:
         began = time.monotonic()
         answers: dict[int, list[effects.Reply]] = defaultdict(list)
-        todo = [effect for stimulus in batch for effect in ladder.handle(stimulus, self._loop.time())]
-        if self._paranoid:
-            validate(ladder)
+        todo: list[effects.Effect] = []
+        for stimulus in batch:
+            now = self._loop.time()
+            guard.note(stimulus, now)
+            todo += ladder.handle(stimulus, now)
+        guard.check()
         if self._kept is not None:
             self._kept.record()  # before anybody acts on it
         for effect in todo:
@@ -273,9 +278,13 @@ class Daemon:
                 assembly.describe(self._ladder, self._movers, reply.namespace)
         self._engine.deliver(session, replies)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, guard: Guard) -> None:
         """A bug: say all that is known and end. A wrong ledger could serve wrong bytes, a lost event lies."""
         log.critical("a turn failed; the daemon ends so that nothing wrong is served or told", exc_info=error)
+        try:
+            log.critical("%s", guard.story(error))
+        except Exception:  # the state is broken: whatever can be told of it is a gift
+            log.exception("its story cannot be told")
         failure = InvariantBroken(f"a turn failed: {error!r}")
         failure.__cause__ = error
         self._failure = failure

@@ -8,6 +8,7 @@ Exit codes are those of ``sysexits.h``.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 
 class ExitCode(enum.IntEnum):
@@ -115,6 +116,13 @@ class TierTaken(TierRefused):
 
 
 class InvariantBroken(KvtierdError):
-    """A promise of the core does not hold: a bug in kvtierd."""
+    """A promise of the core does not hold: a bug in kvtierd.
+
+    ``block`` is the identity of the block where it was seen, if that is known.
+    """
 
     exit_code = ExitCode.INTERNAL
+
+    def __init__(self, message: str, block: Any = None) -> None:
+        super().__init__(message)
+        self.block = block

@@ -69,6 +69,8 @@ class Report:
             body["pool"] = daemon._kept.statistics()
         if daemon._ladder is not None:
             body.update(daemon._ladder.statistics())
+        if daemon._guard is not None:
+            body["guard"] = daemon._guard.statistics()
         if daemon._hub is not None:
             journal = {} if daemon._announcer is None else daemon._announcer.statistics()
             relay = {} if daemon._merged is None else daemon._merged.statistics()

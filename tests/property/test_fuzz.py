@@ -20,7 +20,7 @@ from kvtierd.client import KeyState
 from kvtierd.client._link import Link
 from kvtierd.config.load import load_tier_file
 from kvtierd.core import effects
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Locality, Medium, TierEvent, block_key
 from kvtierd.edges.backends import fs_format
 from kvtierd.errors import ConfigError, RemoteProtocolError
 from kvtierd.testing.fuzz import Mutator, client_seeds
@@ -40,7 +40,7 @@ META = BlockMeta(
     block_size=16,
     extra_keys=(("mm", 1), None),
 )
-BLOCK = Block(BlockId("0" * 32, BlockKey(b"k" * 32, 1)), 4096, META, 1)
+BLOCK = Block(BlockId("0" * 32, block_key(b"k" * 32, 1)), 4096, META, 1)
 LABEL = TierLabel("disk", Medium.STORAGE, Locality.LOCAL)
 
 

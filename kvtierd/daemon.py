@@ -62,6 +62,7 @@ class Daemon:
         self._failure: BaseException | None = None
         self.pulse = Pulse()
         self._stuck = False
+        self._engines = False
         self.watch = Watch(self.report.ages)
         self._deadline: tuple[float, asyncio.TimerHandle] | None = None
         self._kept: KeptPool | None = None
@@ -295,6 +296,7 @@ class Daemon:
         self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
         self.pulse.ticked(TICK_SECONDS)
         self.turn([stimuli.Tick()])
+        self._see_engines()
         self.report.history.tick(time.monotonic())
         if self._announcer is not None:
             self._announcer.tick()
@@ -302,6 +304,14 @@ class Daemon:
             self._kept.tick()
         if self._hub is not None and self._ladder is not None:
             self._hub.set_ranks(self._ladder.sessions.dp_ranks())
+
+    def _see_engines(self) -> None:
+        """Begin the end's work early when the last engine has left: the stop may come any moment."""
+        there = self._ladder is not None and bool(self._ladder.sessions.mapped)
+        if self._engines and not there and self.tier_file.engine.on_last_engine_gone == "drain":
+            log.info("the last engine left: what only the pool holds is written down")
+            self._write_down()
+        self._engines = there
 
     def _beat(self) -> None:
         self.watch.beat()
@@ -332,6 +342,7 @@ class Daemon:
         if self._failure is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline - grace / 2):
+                    self._write_down()
                     await self._written()
             self.turn([stimuli.Stop(keep_pool=self._keeps)])
         for mover in self._movers.values():
@@ -365,6 +376,11 @@ class Daemon:
         """Whether the pool stays, and readers keep what they know, while the daemon is away."""
         whole = self._failure is None and self._kept is not None and self._kept.whole
         return whole and self.tier_file.events.on_stop == "keep"
+
+    def _write_down(self) -> None:
+        """Begin to write what only the pool holds, where it does not outlive the daemon."""
+        if not self._keeps:
+            self.turn([stimuli.Drain()])
 
     async def _written(self) -> None:
         """Wait until nothing is on its way to a secondary."""

@@ -53,8 +53,10 @@ class Access(Section):
 class Engine(Section):
     """Bounds on what engines may hold. ``lease_ttl`` is the ceiling for leases of loads.
 
-    ``max_requests`` (unanswered) and ``max_leases`` (jobs included) are one connection's;
-    ``max_buffered`` is what all connections together may have half sent or not read.
+    ``on_last_engine_gone: drain``: when no engine is left, what only the pool holds (blocks for tiers with
+    ``demote: on_evict``) is written down; serving goes on. ``max_requests`` (unanswered) and ``max_leases``
+    (jobs included) are one connection's; ``max_buffered`` is what all connections together may have half sent
+    or not read.
     """
 
     job_ttl: Duration = 60.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import BlockAt, Write
 from kvtierd.core.model import BlockId, Departure
-from kvtierd.core.residency import Node, State
+from kvtierd.core.residency import Node, State, root_first
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.core.tier import PoolSpace, SecondaryTier
@@ -53,6 +53,15 @@ class Cascade:
                 tier.counters["cascade_dropped_queue_full"] += 1
             else:
                 tier.wanted[block_id] = None
+
+    def write_down(self) -> None:
+        """Have what only the pool holds written to the tiers that are otherwise written on eviction."""
+        for tier in self._demoting:
+            for space in self._stack.primary.spaces.values():
+                for node in root_first(node for node in space.blocks if node.state is State.RESIDENT):
+                    if tier.resident(node.block.id) is None and len(tier.wanted) < WANTED_LIMIT:
+                        tier.wanted.setdefault(node.block.id)
+            self.pump(tier)
 
     def demote(self, space: PoolSpace) -> None:
         """Keep some slots free for a tier that is written on eviction: write the next victims, then evict."""

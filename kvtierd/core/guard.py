@@ -1,4 +1,4 @@
-"""Stops a ladder whose promises broke before it answers: proves all after each turn, or a part now and then."""
+"""Stops a ladder whose promises broke before it answers: proves all after each turn, or a part at times."""
 
 from __future__ import annotations
 

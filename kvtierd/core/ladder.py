@@ -105,6 +105,8 @@ class Ladder:
                 self.custody.process_gone(process)
             case stimuli.Tick():
                 self._tick()
+            case stimuli.Drain():
+                self.cascade.write_down()
             case stimuli.Stop():
                 self._stop(stimulus)
             case _:

@@ -286,6 +286,11 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """Nobody may come back for what only the pool holds: write it down. Serving goes on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Clean stop: answer what waits; announce that the pool's blocks are gone, unless it is kept."""
 
@@ -293,4 +298,4 @@ class Stop:
 
 
 Worked = Finished | Stalled | Probed | Found | Usable
-Stimulus = Asked | SessionClosed | ProcessDied | Worked | Tick | Stop
+Stimulus = Asked | SessionClosed | ProcessDied | Worked | Tick | Drain | Stop

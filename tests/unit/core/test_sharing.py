@@ -7,7 +7,7 @@ from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Block, BlockId, KeyState, Locality, Scope, hash_of
 from kvtierd.core.probing import ABSENT_SECONDS
 from kvtierd.core.promotion import GRACE
-from kvtierd.core.stimuli import Found, FoundBlock, Load, Lookup, PrepareStore, Status
+from kvtierd.core.stimuli import Drain, Found, FoundBlock, Load, Lookup, PrepareStore, Status
 from kvtierd.testing.rig import LAYOUT, fs_spec, key, meta
 
 
@@ -211,3 +211,15 @@ def test_lookups_of_ten_thousand_keys_are_answered_in_one_turn(rigged):
     rig = rigged(8, [fs_spec(shared=True)])
     number = rig.ask(Lookup, keys=tuple(key(n) for n in range(10_000)))
     assert rig.answer(number, LookedUp).prefix == 0
+
+
+def test_a_drain_writes_down_what_only_the_pool_holds_and_serving_goes_on(rigged):
+    rig = rigged(8, [fs_spec("disk", on_evict=True)])
+    rig.store(1, 2, 3)
+    assert rig.storage["disk"] == {}
+    rig.feed(Drain())
+    rig.advance(1.0)
+    assert len(rig.storage["disk"]) == 3
+    assert rig.load(1, 2, 3).sources == ("cpu",) * 3, "nothing left the pool"
+    rig.feed(Drain())
+    assert len(rig.storage["disk"]) == 3

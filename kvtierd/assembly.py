@@ -31,6 +31,7 @@ from kvtierd.edges.peers import Allowed
 from kvtierd.edges.pool import Pool
 from kvtierd.edges.status_page import page_routes
 from kvtierd.edges.unix_socket import CannotCreate, Permissions, make_folder
+from kvtierd.logs.events import event
 from kvtierd.report import Report
 from kvtierd.wire.announced import TierLabel
 
@@ -177,6 +178,7 @@ def describe(ladder: Ladder, movers: Mapping[str, Mover], namespace: str) -> Non
                 layout.hash_seed,
                 other.hash_algorithm,
                 other.hash_seed,
+                extra=event("hash_seeds_differ", model=layout.model),
             )
     for mover in movers.values():
         mover.describe(namespace, layout)

@@ -24,7 +24,7 @@ from kvtierd.core.guard import Guard
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Block
-from kvtierd.edges import pinning
+from kvtierd.edges import control, pinning, trail
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
@@ -40,6 +40,7 @@ from kvtierd.edges.pulse import Pulse
 from kvtierd.edges.unix_socket import lock_folder, make_folder, unlock_folder
 from kvtierd.edges.watch import BEAT_SECONDS, Watch
 from kvtierd.errors import InvariantBroken, PoolError
+from kvtierd.logs.events import event
 from kvtierd.report import Report
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,9 @@ class Daemon:
         if start.done():
             await start
             return True
-        log.warning("stopped while the start waits for a call that does not return")
+        log.warning(
+            "stopped while the start waits for a call that does not return", extra=event("storage_not_closed")
+        )
         self._stuck = True  # its thread may hold anything that was made
         start.cancel()
         return False
@@ -155,8 +158,16 @@ class Daemon:
         self._tick()
         self.state = "ready"
         if self._hub is not None:
-            log.info("events: %s", ", ".join(f"{k} {v}" for k, v in self._hub.bound_endpoints().items()))
-        log.info("ready: engines attach at %s", self._engine.path)
+            log.info(
+                "events: %s",
+                ", ".join(f"{k} {v}" for k, v in self._hub.bound_endpoints().items()),
+                extra=event("events_bound", **self._hub.bound_endpoints()),
+            )
+        log.info(
+            "ready: engines attach at %s",
+            self._engine.path,
+            extra=event("ready", socket=str(self._engine.path)),
+        )
 
     async def _open_stream(self, ladder: Ladder, *, fresh: bool) -> None:
         config, survived = self.tier_file, self._kept is not None and self._kept.survived
@@ -202,6 +213,7 @@ class Daemon:
             turn=self.turn,
             status=self.report.status,
             survey=self._begin_survey if pool is None else None,
+            orders=control.ORDERS if pool is None else None,
             liveness=liveness,
             pool_fd=pool.fd if pool is not None else None,
             **assembly.socket_rules(self.tier_file, pool is None),
@@ -230,7 +242,13 @@ class Daemon:
         self.turn([stimuli.Found(tier, (), last=True)])
         assert self._ladder is not None
         held = self._ladder.stack.by_name[tier]
-        log.info("tier %s: indexed, %d blocks, %d bytes", tier, len(held.blocks), held.used)
+        log.info(
+            "tier %s: indexed, %d blocks, %d bytes",
+            tier,
+            len(held.blocks),
+            held.used,
+            extra=event("tier_indexed", tier=tier, blocks=len(held.blocks), bytes=held.used),
+        )
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -250,6 +268,7 @@ class Daemon:
         for stimulus in batch:
             now = self._loop.time()
             guard.note(stimulus, now)
+            trail.ended(ladder.stack, stimulus)
             todo += ladder.handle(stimulus, now)
         guard.check()
         if self._kept is not None:
@@ -258,8 +277,10 @@ class Daemon:
             if isinstance(effect, effects.Answer):
                 answers[effect.session].append(effect.reply)
             else:
+                trail.started(ladder.stack, effect)
                 self._movers[effect.tier].submit(effect)
         for session, replies in answers.items():
+            trail.answered(ladder.sessions, session, replies)
             self._deliver(session, replies)
         events = ladder.take_events()
         scanned = [found.tier for found in batch if isinstance(found, stimuli.Found) and found.last]
@@ -281,11 +302,15 @@ class Daemon:
 
     def _fail(self, error: Exception, guard: Guard) -> None:
         """A bug: say all that is known and end. A wrong ledger could serve wrong bytes, a lost event lies."""
-        log.critical("a turn failed; the daemon ends so that nothing wrong is served or told", exc_info=error)
+        log.critical(
+            "a turn failed; the daemon ends so that nothing wrong is served or told",
+            exc_info=error,
+            extra=event("turn_failed"),
+        )
         try:
-            log.critical("%s", guard.story(error))
+            log.critical("its story", extra=event("turn_failed", stack=guard.story(error)))
         except Exception:  # the state is broken: whatever can be told of it is a gift
-            log.exception("its story cannot be told")
+            log.exception("its story cannot be told", extra=event("turn_failed"))
         failure = InvariantBroken(f"a turn failed: {error!r}")
         failure.__cause__ = error
         self._failure = failure
@@ -309,7 +334,10 @@ class Daemon:
         """Begin the end's work early when the last engine has left: the stop may come any moment."""
         there = self._ladder is not None and bool(self._ladder.sessions.mapped)
         if self._engines and not there and self.tier_file.engine.on_last_engine_gone == "drain":
-            log.info("the last engine left: what only the pool holds is written down")
+            log.info(
+                "the last engine left: what only the pool holds is written down",
+                extra=event("pool_written_down"),
+            )
             self._write_down()
         self._engines = there
 
@@ -355,7 +383,7 @@ class Daemon:
                 server.close()
         if self._admin is not None:
             await self._admin.close()
-        log.info("stopped")
+        log.info("stopped", extra=event("stopped"))
 
     async def _end_stream(self, deadline: float) -> None:
         if self._hub is None or self._announcer is None:
@@ -369,7 +397,11 @@ class Daemon:
                 flushed = self._failure is None and self._loop.time() < deadline
                 await self._loop.run_in_executor(None, self._announcer.close, flushed)
         except TimeoutError:
-            log.warning("state_dir %s does not answer; it is left as it is", self.tier_file.state_dir)
+            log.warning(
+                "state_dir %s does not answer; it is left as it is",
+                self.tier_file.state_dir,
+                extra=event("storage_not_closed", path=str(self.tier_file.state_dir)),
+            )
 
     @property
     def _keeps(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvtierd import __version__
@@ -28,6 +29,8 @@ class Report:
         self._daemon = daemon
         self._plan = make_plan(daemon.tier_file)
         self.history = History(self.sample)
+        self.logs: Callable[[], dict[str, Any]] = dict
+        """Figures of the log, where this process has one."""
 
     def health(self) -> dict[str, Any]:
         """Return what probes need: the state, whether engines are served, ages, and what is in trouble.
@@ -64,6 +67,7 @@ class Report:
             "turns": sum(daemon.pulse.turns.counts),
             **self.health(),
             "watch": daemon.watch.report(),
+            "log": self.logs(),
         }
         if daemon._kept is not None:
             body["pool"] = daemon._kept.statistics()

@@ -24,6 +24,7 @@ COMMANDS = {
     "status": ("kvtierd.cli.status", "ask a running daemon how it is"),
     "top": ("kvtierd.cli.top", "watch a running daemon at work"),
     "inventory": ("kvtierd.cli.inventory", "list what a running daemon holds"),
+    "log-level": ("kvtierd.cli.log_level", "show or change how much a running daemon logs"),
     "gc": ("kvtierd.cli.gc", "find and remove what no daemon needs in a tier's storage"),
     "verify": ("kvtierd.cli.verify", "prove every block in a tier's storage"),
     "events": ("kvtierd.cli.events", "watch the event stream"),

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +16,18 @@ from kvtierd import __version__
 from kvtierd.cli.main import Subparsers
 from kvtierd.config.units import human_size
 from kvtierd.errors import ExitCode
+from kvtierd.logs.events import event
+from kvtierd.logs.output import LEVELS, Logs
 
 if TYPE_CHECKING:
+    from kvtierd.config.load import Loaded
     from kvtierd.config.schema import TierFile
 
-LEVELS = ("debug", "info", "warning", "error")
+log = logging.getLogger("kvtierd")
+
+TELL_SECONDS = 10.0
+"""How often it is told what was left out of the log."""
+FORMATS = ("auto", "json", "text")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -32,7 +38,8 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Run the daemon until SIGTERM or SIGINT; a second signal ends it at once.",
     )
     parser.add_argument("--config", metavar="F", required=True, help="the tier file")
-    parser.add_argument("--log-level", choices=LEVELS, default="info")
+    parser.add_argument("--log-level", choices=LEVELS, help="default: log.level of the tier file")
+    parser.add_argument("--log-format", choices=FORMATS, help="default: log.format of the tier file")
     parser.add_argument(
         "--paranoid", action="store_true", help="check every invariant after every turn (slow: for tests)"
     )
@@ -40,23 +47,25 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve; return 0 after a clean stop."""
-    import uvloop
-
     from kvtierd.config.load import load_tier_file
 
-    logging.Formatter.converter = time.gmtime
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=args.log_level.upper(),
-        format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
     loaded = load_tier_file(Path(args.config), os.environ)
+    wanted = loaded.tier_file.log
+    logs = Logs(sys.stderr, args.log_level or wanted.level, args.log_format or wanted.format)
+    try:
+        return _run(args, loaded, logs)
+    finally:
+        logs.close()
+
+
+def _run(args: argparse.Namespace, loaded: Loaded, logs: Logs) -> int:
+    import uvloop
+
     for warning in loaded.warnings:
-        logging.getLogger("kvtierd.config").warning("%s", warning)
+        log.warning("%s", warning, extra=event("config_warning"))
     _announce(args.config, loaded.tier_file)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(loaded.tier_file, paranoid=args.paranoid))
+        runner.run(_serve(loaded.tier_file, logs, paranoid=args.paranoid))
     return ExitCode.OK
 
 
@@ -73,8 +82,13 @@ def tame_collector() -> None:
 
 def _announce(path: str, tier_file: TierFile) -> None:
     """Say what this daemon is about to run with: the first thing that one looks for at night."""
-    log = logging.getLogger("kvtierd")
-    log.info("kvtierd %s on %s, pid %d", __version__, path, os.getpid())
+    log.info(
+        "kvtierd %s on %s, pid %d",
+        __version__,
+        path,
+        os.getpid(),
+        extra=event("started", version=__version__, path=path, pid=os.getpid()),
+    )
     log.info(
         "pool %s (%s), tiers %s, sockets in %s, probes on %s",
         human_size(tier_file.pool.bytes),
@@ -82,20 +96,30 @@ def _announce(path: str, tier_file: TierFile) -> None:
         ", ".join(f"{tier.name} ({tier.type})" for tier in tier_file.tiers),
         tier_file.runtime_dir,
         tier_file.admin.listen or "no address",
+        extra=event(
+            "started", tiers=[tier.name for tier in tier_file.tiers], pool_bytes=tier_file.pool.bytes
+        ),
     )
 
 
-async def _serve(tier_file: TierFile, *, paranoid: bool) -> None:
+async def _serve(tier_file: TierFile, logs: Logs, *, paranoid: bool) -> None:
     from kvtierd.daemon import Daemon
 
     daemon = Daemon(tier_file, paranoid=paranoid)
+    daemon.report.logs = logs.statistics
     tame_collector()
     loop = asyncio.get_running_loop()
 
     def stop(name: str) -> None:
-        logging.getLogger("kvtierd").info("%s: stopping", name)
+        log.info("%s: stopping", name, extra=event("stopping", signal=name))
         daemon.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number.name)
+
+    def tell() -> None:
+        logs.limiter.tell()
+        loop.call_later(TELL_SECONDS, tell)
+
+    tell()
     await daemon.run()

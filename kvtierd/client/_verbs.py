@@ -16,7 +16,15 @@ from kvtierd.client._mapping import Region
 from kvtierd.core import effects, stimuli
 from kvtierd.core.effects import InventoryEntry, Skipped
 from kvtierd.core.model import BlockKey, BlockMeta, KeyState, Layout, Scope, SkipReason, group_of
-from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
+from kvtierd.wire.messages import (
+    Level,
+    LogLevel,
+    LogLevelRequest,
+    StatusReport,
+    StatusRequest,
+    SurveyPage,
+    SurveyRequest,
+)
 
 T = TypeVar("T")
 J = TypeVar("J", bound="JobData")
@@ -28,6 +36,11 @@ Flow: TypeAlias = Generator[Verb[Any], Any, T]
 _PAGE = 4096
 
 STATUS = Verb(StatusRequest, StatusReport)
+
+
+def log_level(level: Level | None) -> Verb[LogLevel]:
+    """Return the request that changes or asks for the level of the daemon's log."""
+    return Verb(partial(LogLevelRequest, level=level), LogLevel)
 
 
 def survey(tier: str | None, cursor: int) -> Verb[SurveyPage]:

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 from kvtierd.client import _verbs
 from kvtierd.client._base import SessionBase, attach_request, must_raise
 from kvtierd.client._blocking_line import Line
-from kvtierd.client._link import Backoff, Miss
+from kvtierd.client._link import Backoff, Miss, R, Verb
 from kvtierd.client._verbs import Flow, JobData, LoadData, LookupData
 from kvtierd.core.effects import InventoryEntry
 from kvtierd.core.model import BlockKey, BlockMeta, Layout, Scope
 from kvtierd.core.stimuli import Request, Role
 from kvtierd.errors import Unavailable
-from kvtierd.wire.messages import SurveyPage
+from kvtierd.wire.messages import Level, SurveyPage
 
 T = TypeVar("T")
 
@@ -240,12 +240,25 @@ class Client:
             Unavailable: no daemon answers within the deadline.
             RequestRefused: it does not speak this client's protocol version.
         """
+        return self._once(_verbs.STATUS).body
+
+    def log_level(self, level: Level | None = None) -> str:
+        """Change the level of the daemon's log, if one is given; return the level in force.
+
+        Raises:
+            Unavailable: no daemon answers within the deadline.
+            RequestRefused: this is not the control socket, or there is no such level.
+        """
+        return self._once(_verbs.log_level(level)).level
+
+    def _once(self, verb: Verb[R]) -> R:
+        """Ask what needs no session, on a connection of its own."""
         line = self._line(None)
         try:
             if line.connect(self.deadline):
-                reply = line.ask(_verbs.STATUS)
+                reply = line.ask(verb)
                 if not isinstance(reply, Miss):
-                    return reply.body
+                    return reply
             elif line.link.refused is not None:
                 raise line.link.refused
             raise Unavailable(f"no daemon answers at {self.path}")

@@ -222,6 +222,13 @@ class Admin(Section):
     listen: ListenField | None = "127.0.0.1:9557"
 
 
+class Log(Section):
+    """What the daemon writes to its standard error. ``format: auto``: text on a terminal, else JSON lines."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "text"] = "auto"
+
+
 class TierFile(Section):
     """A whole tier file. The order of ``tiers`` is the order in which their events are drained."""
 
@@ -232,6 +239,7 @@ class TierFile(Section):
     tiers: Annotated[tuple[Tier, ...], Strict(False)]
     events: Events = Events()
     admin: Admin = Admin()
+    log: Log = Log()
     access: Access = Access()
     engine: Engine = Engine()
 

@@ -22,6 +22,7 @@ import h11
 from kvtierd.config.endpoints import parse_listen
 from kvtierd.edges.addresses import cannot_bind
 from kvtierd.edges.metrics.family import Figures
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class AdminServer:
             async with asyncio.timeout(REQUEST_SECONDS):
                 await self._exchange(reader, writer)
         except (TimeoutError, ConnectionError, h11.RemoteProtocolError) as error:
-            log.debug("admin request dropped: %s", error)
+            log.debug("admin request dropped: %s", error, extra=event("admin_request_dropped"))
         finally:
             writer.close()
             with contextlib.suppress(OSError):
@@ -160,7 +161,11 @@ class AdminServer:
         except Exception:  # a page that cannot be made must not take the others down
             if path not in self._failing:
                 self._failing.add(path)
-                log.exception("admin: %s cannot be made; later failures are not logged", path)
+                log.exception(
+                    "admin: %s cannot be made; later failures are not logged",
+                    path,
+                    extra=event("admin_failed", path=path),
+                )
             return as_json(500, {"error": f"{path} cannot be made; the log says why"})
         self._failing.discard(path)
         return answer

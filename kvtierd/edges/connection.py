@@ -10,13 +10,24 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from kvtierd.core.effects import Attached, ErrorCode, Refused, Reply
 from kvtierd.core.inventory import Survey
 from kvtierd.core.stimuli import Asked, Attach, LadderRequest, SessionClosed
 from kvtierd.edges.peers import peer_of
 from kvtierd.edges.request_figures import Unanswered
 from kvtierd.errors import RemoteProtocolError
-from kvtierd.wire.messages import StatusReport, StatusRequest, SurveyPage, SurveyRequest
+from kvtierd.logs.events import event
+from kvtierd.wire.messages import (
+    LogLevelRequest,
+    StatusReport,
+    StatusRequest,
+    SurveyPage,
+    SurveyRequest,
+    Unattached,
+    verb_of,
+)
 from kvtierd.wire.session import ServerConnection, State
 
 if TYPE_CHECKING:
@@ -67,7 +78,7 @@ class EngineConnection(asyncio.Protocol):
             self._raw = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
             peer = peer_of(self._raw)
         except OSError as error:
-            self._server.complain("connection %d dropped: %s", self.number, error)
+            self._server.complain("connection_closed", "connection %d dropped: %s", self.number, error)
             self._drop_raw()
             transport.abort()
             return
@@ -79,7 +90,9 @@ class EngineConnection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
         if not self._server.allowed.lets_in(peer):
             self._server.counters["not_allowed"] += 1
-            self._server.complain("connection %d of pid %d may not: %s", self.number, peer.pid, peer)
+            self._server.complain(
+                "connection_refused", "connection %d of pid %d may not: %s", self.number, peer.pid, peer
+            )
             reason = f"the tier file does not let you in here ({peer}): see its section access"
             self._wire = ServerConnection(daemon=self._server.daemon, unwelcome=reason)
 
@@ -129,7 +142,7 @@ class EngineConnection(asyncio.Protocol):
             requests = self._wire.receive(data, frames=PORTION_FRAMES, size=PORTION_BYTES)
         except RemoteProtocolError as error:
             self._server.counters["protocol_errors"] += 1
-            self._server.complain("connection %d closed: %s", self.number, error)
+            self._server.complain("connection_closed", "connection %d closed: %s", self.number, error)
             self._flush()
             self.close()
             return False
@@ -150,13 +163,15 @@ class EngineConnection(asyncio.Protocol):
         self._account()
         return self._wire.ready
 
-    def _answer(self, request: StatusRequest | SurveyRequest | LadderRequest) -> LadderRequest | None:
+    def _answer(self, request: Unattached | LadderRequest) -> LadderRequest | None:
         """Answer what needs no turn; return what does."""
         if isinstance(request, StatusRequest):
             status = self._server.recent_status if self.in_line else self._server.status
             self._send([StatusReport(id=request.id, body=status())])
         elif isinstance(request, SurveyRequest):
             self._send([self._next_page(request)])
+        elif isinstance(request, LogLevelRequest):
+            self._send([self._ordered(request)])
         elif (refusal := self._refusal(request)) is not None:
             self._send([refusal])
         else:
@@ -227,6 +242,14 @@ class EngineConnection(asyncio.Protocol):
             return Refused(id=request.id, code=ErrorCode.BUSY, message=message)
         return None
 
+    def _ordered(self, request: LogLevelRequest) -> Reply:
+        order = self._server.orders.get(type(request))
+        if order is not None:
+            return order(request)
+        where = self._server.path.with_name("control.sock")
+        message = f"{verb_of(type(request))} is answered at {where}"
+        return Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=message)
+
     def _next_page(self, request: SurveyRequest) -> SurveyPage | Refused:
         if self._server.survey is None:
             where = self._server.path.with_name("control.sock")
@@ -260,6 +283,9 @@ class EngineConnection(asyncio.Protocol):
         now = time.monotonic()
         for reply in replies:
             self._asked.answered(reply, now)
+            if isinstance(reply, Refused):  # what the engine logs of it leads to our own lines
+                where = f"{reply.message} (session {self.number}, request {reply.id})"
+                reply = msgspec.structs.replace(reply, message=where)
             if isinstance(reply, Attached):
                 self._send_attached(reply)
             else:
@@ -296,7 +322,11 @@ class EngineConnection(asyncio.Protocol):
             liveness.not_handed_out(self._process)
             return
         if transport.get_write_buffer_size():
-            log.warning("connection %d attached without reading its answers; closed", self.number)
+            log.warning(
+                "connection %d attached without reading its answers; closed",
+                self.number,
+                extra=event("connection_closed", connection=self.number),
+            )
             liveness.not_handed_out(self._process)
             self.close()
             return
@@ -305,7 +335,12 @@ class EngineConnection(asyncio.Protocol):
             pipe = liveness.hand_out(self._process, raw)
             sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe])
         except OSError as error:
-            log.warning("connection %d: the pool could not be handed over: %s", self.number, error)
+            log.warning(
+                "connection %d: the pool could not be handed over: %s",
+                self.number,
+                error,
+                extra=event("pool_not_handed_over", connection=self.number),
+            )
             self.close()
             return
         finally:
@@ -324,7 +359,7 @@ class EngineConnection(asyncio.Protocol):
     def abort(self, reason: str) -> None:
         """Close at once, and say why."""
         self._server.leave(self)
-        self._server.complain("connection %d closed: %s", self.number, reason)
+        self._server.complain("connection_closed", "connection %d closed: %s", self.number, reason)
         if self._transport is not None:
             self._transport.abort()
 

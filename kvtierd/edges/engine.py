@@ -11,19 +11,20 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtierd.core.effects import Reply
 from kvtierd.core.inventory import Survey
-from kvtierd.core.stimuli import Asked, SessionClosed
+from kvtierd.core.stimuli import Asked, Request, SessionClosed
 from kvtierd.edges.connection import EngineConnection
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.peers import Allowed
 from kvtierd.edges.request_figures import RequestFigures
 from kvtierd.edges.unix_socket import Permissions, inode_of, listen, remove_own
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ COUNTERS = (
     "unlogged",
 )
 
+Orders = Mapping[type[Request], Callable[[Any], Reply]]
 Turn = Callable[[Sequence[Asked | SessionClosed]], None]
 
 
@@ -63,7 +65,8 @@ class EngineServer:
 
     ``turn`` runs requests through the daemon; ``status`` makes the body of a status report. ``pool_fd`` is
     ``None`` on the control socket, where nobody can attach. ``survey`` begins a survey of the tier named, or
-    says why not; only the control socket has it, since it shows every tenant's blocks.
+    says why not; only the control socket has it, since it shows every tenant's blocks. ``orders``: what else
+    only the control socket answers, by the request's type.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class EngineServer:
         turn: Turn,
         status: Callable[[], dict[str, Any]],
         survey: Callable[[str | None], Survey | str] | None = None,
+        orders: Orders | None = None,
         liveness: Liveness | None = None,
         pool_fd: int | None = None,
         limits: Limits,
@@ -85,6 +89,7 @@ class EngineServer:
         self.turn = turn
         self.status = status
         self.survey = survey
+        self.orders = orders or {}
         self.liveness = liveness
         self.pool_fd = pool_fd
         self.limits = limits
@@ -190,9 +195,8 @@ class EngineServer:
             idle = next((other for other in self.connections.values() if not other.attached), None)
             self.counters["refused"] += 1
             if idle is None:
-                self.complain(
-                    "connection %d refused: %d are attached", connection.number, len(self.connections)
-                )
+                message = "connection %d refused: %d are attached"
+                self.complain("connection_refused", message, connection.number, len(self.connections))
                 return False
             idle.abort("newer ones need its place")
         self.counters["accepted"] += 1
@@ -231,7 +235,14 @@ class EngineServer:
         assert self._loop is not None
         self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
         if self._lines_left < 0:
-            log.warning("%s: %d more such lines in a second", self.path.name, -self._lines_left)
+            log.warning(
+                "%s: %d more such lines in a second",
+                self.path.name,
+                -self._lines_left,
+                extra=event(
+                    "lines_left_out", of="connection_closed", whose=self.path.name, count=-self._lines_left
+                ),
+            )
         self._lines_left = LOGGED_PER_SWEEP
         now = self._loop.time()
         for connection in list(self.connections.values()):
@@ -240,10 +251,11 @@ class EngineServer:
                 self.counters["timeouts"] += 1
                 connection.abort(late)
 
-    def complain(self, message: str, *values: object) -> None:
+    def complain(self, name: str, message: str, *values: object, **fields: object) -> None:
         """Log what a stranger did, unless strangers have filled the log this second already."""
         self._lines_left -= 1
         if self._lines_left >= 0:
-            log.warning(f"%s: {message}", self.path.name, *values)  # noqa: G004 - the message is a constant
+            extra = event(name, socket=self.path.name, **fields)
+            log.warning(f"%s: {message}", self.path.name, *values, extra=extra)  # noqa: G004 - a constant
         else:
             self.counters["unlogged"] += 1

@@ -26,6 +26,7 @@ from kvtierd.edges.publisher import Publisher, StreamPlan
 from kvtierd.edges.sequence import SequenceStore
 from kvtierd.edges.view_file import ViewFile
 from kvtierd.errors import ConfigError
+from kvtierd.logs.events import event
 from kvtierd.wire.kvevents import Form, WireEvent
 from kvtierd.wire.projection import View
 from kvtierd.wire.stream import Limits
@@ -263,7 +264,12 @@ class EventHub:
         try:
             self._endpoints_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            logger.warning("cannot write %s: %s", self._endpoints_file, error.strerror)
+            logger.warning(
+                "cannot write %s: %s",
+                self._endpoints_file,
+                error.strerror,
+                extra=event("state_not_written", path=str(self._endpoints_file)),
+            )
 
 
 class _RankFile:
@@ -288,7 +294,12 @@ class _RankFile:
                 temporary.write_text(json.dumps(sorted(ranks)), "ascii")
                 os.replace(temporary, self._path)
             except OSError as error:
-                logger.warning("cannot write %s: %s", self._path, error.strerror)
+                logger.warning(
+                    "cannot write %s: %s",
+                    self._path,
+                    error.strerror,
+                    extra=event("state_not_written", path=str(self._path)),
+                )
 
 
 def _stream_plan(events: Events, audience: Audience, rank: int, tiers: Mapping[str, str]) -> StreamPlan:

@@ -26,6 +26,7 @@ from typing import Any
 from kvtierd.core.model import Block, BlockId, TierEvent
 from kvtierd.edges.journal_file import JournalFile
 from kvtierd.edges.number_page import boot_id
+from kvtierd.logs.events import event
 from kvtierd.wire.announced import Announced, History, TierLabel
 from kvtierd.wire.frames import Unreadable
 from kvtierd.wire.records import HistoryReader, Mark
@@ -96,7 +97,11 @@ class Journal:
             history = self._read()
         except (Unreadable, OSError) as error:
             self.lost = str(error)
-            log.warning("announced journal: %s; what is found will be announced anew", error)
+            log.warning(
+                "announced journal: %s; what is found will be announced anew",
+                error,
+                extra=event("journal_lost", reason=str(error)),
+            )
             self._set_aside()
         finally:
             if collecting:
@@ -295,7 +300,11 @@ class Journal:
     def _degrade(self, error: OSError) -> None:
         reason = f"the announced journal cannot be written: {error}"
         if self.degraded is None:
-            log.warning("%s; after a crash now, what is found will be announced anew", reason)
+            log.warning(
+                "%s; after a crash now, what is found will be announced anew",
+                reason,
+                extra=event("journal_degraded", reason=str(reason)),
+            )
         self.degraded = reason
         self._counts["failures"] += 1
         for file in (*self._old, *([] if self._current is None else [self._current])):
@@ -325,4 +334,4 @@ class Journal:
         file.path = path
         self._partial = False
         self.degraded = None
-        log.info("the announced journal is whole again")
+        log.info("the announced journal is whole again", extra=event("journal_restored"))

@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+from kvtierd.logs.events import event
 from kvtierd.wire.frames import Torn, Unreadable
 from kvtierd.wire.records import (
     HistoryReader,
@@ -96,7 +97,12 @@ class JournalFile:
         except Torn as torn:
             if not last:
                 raise Unreadable(f"{self.path.name}: it ends within a record, but is not the last") from torn
-            log.info("announced journal: %s is cut at byte %d", self.path.name, torn.offset)
+            log.info(
+                "announced journal: %s is cut at byte %d",
+                self.path.name,
+                torn.offset,
+                extra=event("journal_cut", file=self.path.name, offset=torn.offset),
+            )
             os.truncate(self.path, torn.offset)
         except Unreadable as error:
             raise Unreadable(f"{self.path.name}: {error}") from error

@@ -30,6 +30,7 @@ from kvtierd.edges.number_page import boot_id
 from kvtierd.edges.pool import Found, Pool, PoolSettings, pool_path
 from kvtierd.edges.slot_log import SlotLog, read_tables, remove_tables
 from kvtierd.errors import PoolError
+from kvtierd.logs.events import event
 from kvtierd.wire.frames import Unreadable
 from kvtierd.wire.slot_records import Header
 
@@ -97,6 +98,7 @@ class KeptPool:
                 self.pool.pool_id,
                 len(state.blocks),
                 len(ladder.sessions.quarantines),
+                extra=event("pool_goes_on", pool_id=self.pool.pool_id, blocks=len(state.blocks)),
             )
         self._log = SlotLog(self._stem, self._header(), ladder)
         self._log.open()
@@ -149,7 +151,12 @@ def _find(stem: Path, size: int) -> tuple[Found | None, PoolState | None, str]:
         if not of.boot or of != Header(boot_id(), of.pool_id, size, there.st_dev, there.st_ino):
             raise Unreadable("its slot table is that of another pool or of an earlier run of the machine")
     except (Unreadable, OSError) as error:
-        log.warning("pool.path: %s is not gone on with: %s", stem, error)
+        log.warning(
+            "pool.path: %s is not gone on with: %s",
+            stem,
+            error,
+            extra=event("pool_not_kept", file=str(stem), reason=str(error)),
+        )
         backing.remove_file(stem, fd)
         os.close(fd)
         return None, None, str(error)

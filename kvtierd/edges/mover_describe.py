@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvtierd.core.model import Layout
 from kvtierd.edges.backends.base import Backend
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ class Describer:
             try:
                 self._backend.describe(*item)
             except Exception as error:  # backends may not; a record is not worth a crash
-                log.warning("tier %s: a namespace could not be described: %r", self._tier, error)
+                log.warning(
+                    "tier %s: a namespace could not be described: %r",
+                    self._tier,
+                    error,
+                    extra=event("namespace_not_described", tier=self._tier),
+                )
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._ended)

@@ -15,6 +15,7 @@ from typing import Any
 from kvtierd.core.stimuli import Found, FoundBlock
 from kvtierd.edges.backends.base import Backend
 from kvtierd.errors import TierError
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,12 @@ class Scan:
 
     def _break_off(self, reason: str) -> None:
         if reason != self._error:
-            log.warning("tier %s: the scan broke off and will be made again: %s", self._tier, reason)
+            log.warning(
+                "tier %s: the scan broke off and will be made again: %s",
+                self._tier,
+                reason,
+                extra=event("scan_broke_off", tier=self._tier, reason=reason),
+            )
         self._error = reason
         self._trouble(reason)
 
@@ -110,6 +116,11 @@ class Scan:
             self._error = str(error)
         else:
             self._error = f"{type(error).__name__}: {error}"
-            log.error("tier %s: the scan broke off", self._tier, exc_info=error)
+            log.error(
+                "tier %s: the scan broke off",
+                self._tier,
+                exc_info=error,
+                extra=event("scan_broke_off", tier=self._tier),
+            )
         self._ended()
         self._finished()

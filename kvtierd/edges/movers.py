@@ -29,6 +29,7 @@ from kvtierd.edges.mover_scan import Scan
 from kvtierd.edges.mover_threads import Threads
 from kvtierd.edges.mover_work import Chunk, Ended, Figures, Kind, Operation, Work, failed, ids_of, kind_of
 from kvtierd.errors import TierError
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,12 @@ class Mover:
     def _give_up(self) -> None:
         for threads in (self._readers, self._writers):
             threads.withdraw(lambda _: True)
-        log.warning("tier %s: %d operations did not end in time", self.tier, len(self._operations))
+        log.warning(
+            "tier %s: %d operations did not end in time",
+            self.tier,
+            len(self._operations),
+            extra=event("tier_unfinished", tier=self.tier, operations=list(self._operations)),
+        )
         for operation in list(self._operations.values()):
             operation.unknown = True
             for i, outcome in enumerate(operation.results):
@@ -265,7 +271,13 @@ class Mover:
         """Give up on a job whose thread is stuck, the rest of its operation, and what has no thread left."""
         operation, kind = chunk.operation, kind_of(chunk.operation.effect)
         if not self._readers.stuck and not self._writers.stuck:
-            log.warning("tier %s: a %s takes longer than %g s", self.tier, kind, self._deadline)
+            log.warning(
+                "tier %s: a %s takes longer than %g s",
+                self.tier,
+                kind,
+                self._deadline,
+                extra=event("tier_stalled", tier=self.tier, kind=kind, op=operation.effect.op),
+            )
         threads.stuck.add(chunk)
         self._stalls += 1
         self._last_stall = (
@@ -350,7 +362,7 @@ class Mover:
         if chunk in threads.stuck:
             threads.stuck.discard(chunk)
             if not self._readers.stuck and not self._writers.stuck:
-                log.info("tier %s: answers again", self.tier)
+                log.info("tier %s: answers again", self.tier, extra=event("tier_answers", tier=self.tier))
             self._check_idle()
         if self._operations.get(operation.effect.op) is not operation:
             return  # a probe that stalled, or answered by a close that gave up
@@ -396,4 +408,10 @@ class Mover:
         name = type(error).__name__
         if (kind, name) not in self._known_errors:
             self._known_errors.add((kind, name))
-            log.error("tier %s: %s raised; later ones are only counted", self.tier, kind, exc_info=error)
+            log.error(
+                "tier %s: %s raised; later ones are only counted",
+                self.tier,
+                kind,
+                exc_info=error,
+                extra=event("tier_exception", tier=self.tier, kind=kind),
+            )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from kvtierd.edges import aside
 from kvtierd.edges.backends.base import Backend
 from kvtierd.errors import TierError, TierRefused, TierTaken
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -144,17 +145,27 @@ class Opening:
         self.settled.set()
         if error is None:
             if self.reason:
-                log.info("tier %s: can be used now", self.tier)
+                log.info("tier %s: can be used now", self.tier, extra=event("storage_usable", tier=self.tier))
             self._tell("", stalled=False)
         else:
             if not isinstance(error, TierError):
-                log.error("tier %s: opening it raised", self.tier, exc_info=error)
+                log.error(
+                    "tier %s: opening it raised",
+                    self.tier,
+                    exc_info=error,
+                    extra=event("tier_exception", tier=self.tier, kind="open"),
+                )
             text = str(error).removeprefix(f"tier {self.tier!r}: ") or type(error).__name__
             self._tell(text, stalled=False)
 
     def _tell(self, reason: str, *, stalled: bool) -> None:
         if reason and reason != self.reason and not self._stopped.is_set():
-            log.warning("tier %s: %s; it is left out and tried again", self.tier, reason)
+            log.warning(
+                "tier %s: %s; it is left out and tried again",
+                self.tier,
+                reason,
+                extra=event("storage_unusable", tier=self.tier, reason=reason),
+            )
         self.reason, self.stalled = reason, stalled
         if self._changed is not None and not self._stopped.is_set():
             self._changed(reason, stalled)
@@ -206,4 +217,8 @@ class Openings:
         self.stop()
         opened = [opening.backend.close for opening in self._openings.values() if opening.opened]
         if opened and not aside.within(CLOSE_SECONDS, list(opened)):
-            log.warning("storage did not close within %g s; it is left as it is", CLOSE_SECONDS)
+            log.warning(
+                "storage did not close within %g s; it is left as it is",
+                CLOSE_SECONDS,
+                extra=event("storage_not_closed"),
+            )

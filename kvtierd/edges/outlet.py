@@ -14,6 +14,7 @@ from kvtierd.edges.curve import CurveKeys
 from kvtierd.edges.replay import ReplayServer, Since
 from kvtierd.edges.subscribers import Subscribers
 from kvtierd.errors import ConfigError
+from kvtierd.logs.events import event
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,12 @@ class Outlet:
             self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # the number stays taken: readers see a gap and find it in the ring
             self.dropped += 1
-            logger.warning("audience %s: a batch was not sent: %s", self.plan.label, error)
+            logger.warning(
+                "audience %s: a batch was not sent: %s",
+                self.plan.label,
+                error,
+                extra=event("events_not_sent", audience=self.plan.label),
+            )
 
     def statistics(self) -> dict[str, int]:
         """Return counters since the start."""

@@ -21,6 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvtierd.config.relay import Relay
 from kvtierd.edges.relay_journal import RelayJournal
 from kvtierd.errors import ConfigError
+from kvtierd.logs.events import event
 from kvtierd.wire.following import EngineStream
 from kvtierd.wire.kvevents import WireEvent
 from kvtierd.wire.relay import EngineCache, Told
@@ -315,7 +316,11 @@ class EngineLink:
             self._hang_up()
             self._post(self._stream.replay_failed())
         elif not self._peers and now - self._left_at > DEPARTED and self._stream.last is not None:
-            logger.info("the engine at %s left", self.plan.connect or self.plan.bind)
+            logger.info(
+                "the engine at %s left",
+                self.plan.connect or self.plan.bind,
+                extra=event("relay_left", endpoint=self.plan.connect or self.plan.bind),
+            )
             self._hang_up()
             self._post(self._stream.gone())
             self._ranks.clear()

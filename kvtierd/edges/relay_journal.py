@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvtierd.logs.events import event
 from kvtierd.wire.kvevents import BlockStored
 from kvtierd.wire.relay import Resident
 from kvtierd.wire.relay_records import keep
@@ -126,7 +127,9 @@ class RelayJournal:
         self._bytes, self._base = len(whole), len(data)
         if self.degraded is not None:
             self.degraded = None
-            log.info("relay: %s is whole again", self._path)
+            log.info(
+                "relay: %s is whole again", self._path, extra=event("relay_restored", path=str(self._path))
+            )
 
     def _degrade(self, error: OSError) -> None:
         if self.degraded is None:
@@ -134,6 +137,7 @@ class RelayJournal:
                 "relay: %s: %s; after a crash now, readers keep what the engine had until it is told anew",
                 self._path,
                 error.strerror or error,
+                extra=event("relay_degraded", path=str(self._path)),
             )
         self.degraded = f"{self._path}: {error.strerror or error}"
         self._retry_at = time.time() + RETRY

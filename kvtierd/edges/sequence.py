@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from kvtierd.edges.number_page import NumberPage
+from kvtierd.logs.events import event
 from kvtierd.wire.stream import MAX_SEQUENCE
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,11 @@ class SequenceStore:
 
     def _degrade(self, reason: str) -> None:
         if self.degraded is None:
-            logger.warning("batch numbers will not survive a restart: %s", reason)
+            logger.warning(
+                "batch numbers will not survive a restart: %s",
+                reason,
+                extra=event("sequence_degraded", reason=reason),
+            )
         self.degraded = reason
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Change, Counters, Placed, PoolState
 from kvtierd.core.residency import Node, State
+from kvtierd.logs.events import event
 from kvtierd.wire.frames import Torn, Unreadable
 from kvtierd.wire.slot_records import Header, SlotReader, SlotWriter, header
 
@@ -80,7 +81,12 @@ def _read(reader: SlotReader, paths: Sequence[Path]) -> Header:
         except Torn as torn:
             if path is not paths[-1]:
                 raise Unreadable(f"{path.name}: it ends within a record, but is not the last") from torn
-            log.info("slot table: %s is cut at byte %d", path.name, torn.offset)
+            log.info(
+                "slot table: %s is cut at byte %d",
+                path.name,
+                torn.offset,
+                extra=event("slot_table_cut", file=path.name, offset=torn.offset),
+            )
             if torn.offset:
                 os.truncate(path, torn.offset)
                 headers.append(reader.header)
@@ -244,7 +250,11 @@ class SlotLog:
             write()
         except OSError as error:
             if self.degraded is None:
-                log.warning("the slot table cannot be written: %s; the pool would not survive a crash", error)
+                log.warning(
+                    "the slot table cannot be written: %s; the pool would not survive a crash",
+                    error,
+                    extra=event("slot_table_degraded", reason=str(error)),
+                )
             self.degraded = f"the slot table cannot be written: {error}"
             self._counts["failures"] += 1
             if self._descriptor is not None:

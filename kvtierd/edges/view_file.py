@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from kvtierd.logs.events import event
 from kvtierd.wire.kvevents import Form
 from kvtierd.wire.projection import View
 
@@ -29,7 +30,10 @@ class ViewFile:
                 pass
             except (OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning(
-                    "cannot use %s: %s; its readers are taken to know this view", self._path, error
+                    "cannot use %s: %s; its readers are taken to know this view",
+                    self._path,
+                    error,
+                    extra=event("state_not_written", path=str(self._path)),
                 )
 
     def save(self, *views: View) -> None:
@@ -44,7 +48,12 @@ class ViewFile:
             new.write_text(json.dumps([dataclasses.asdict(view) for view in views], default=sorted), "ascii")
             os.replace(new, self._path)
         except OSError as error:
-            logger.warning("cannot write %s: %s", self._path, error.strerror)
+            logger.warning(
+                "cannot write %s: %s",
+                self._path,
+                error.strerror,
+                extra=event("state_not_written", path=str(self._path)),
+            )
 
 
 def _view(body: dict[str, Any]) -> View:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtierd.edges.stand_in import StandIn
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,11 @@ class Watch:
         """The loop hangs: say so, and answer in its place until it goes on."""
         beat = self._beat_at
         self._stalls += 1
-        log.warning("the loop has not gone round for %.1f s%s", self.loop_age, self._where())
+        log.warning(
+            "the loop has not gone round for %.1f s",
+            self.loop_age,
+            extra=event("loop_stalled", seconds=self.loop_age, stack=self._where()),
+        )
         while self._beat_at == beat and not self._stopped.is_set():
             self._longest = max(self._longest, self.loop_age)
             if self._stand_in is not None:
@@ -113,7 +118,7 @@ class Watch:
         length = self._beat_at - beat
         self._longest = max(self._longest, length)
         self._last = f"{length:.1f} s"
-        log.warning("the loop goes on after %.1f s", length)
+        log.warning("the loop goes on after %.1f s", length, extra=event("loop_goes_on", seconds=length))
 
     def _where(self) -> str:
         """Return where the loop's thread is, now and then."""
@@ -123,7 +128,7 @@ class Watch:
         self._stack_at = now
         frame = sys._current_frames().get(self._loop_thread)
         lines = traceback.format_stack(frame)[-STACK_LINES:] if frame is not None else []
-        return "; it is here:\n" + "".join(lines).rstrip()
+        return "".join(lines).rstrip()
 
     def _answer(self, path: str) -> tuple[int, dict[str, Any]]:
         """Answer a probe while the loop hangs."""

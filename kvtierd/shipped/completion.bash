@@ -7,14 +7,15 @@
 
 _shtab_kvtierd_events_subparsers=(tail watch)
 _shtab_kvtierd_bench_subparsers=(rpc tiers events)
-_shtab_kvtierd_subparsers=(serve check schema status top inventory gc verify events replay demo bench completion version)
+_shtab_kvtierd_subparsers=(serve check schema status top inventory log-level gc verify events replay demo bench completion version)
 
-_shtab_kvtierd_serve_option_strings=(-h --help --config --log-level --paranoid)
+_shtab_kvtierd_serve_option_strings=(-h --help --config --log-level --log-format --paranoid)
 _shtab_kvtierd_check_option_strings=(-h --help --config --print-effective --json)
 _shtab_kvtierd_schema_option_strings=(-h --help)
 _shtab_kvtierd_status_option_strings=(-h --help --socket --config --deadline --json --quiet)
 _shtab_kvtierd_top_option_strings=(-h --help --socket --config --deadline --interval --count)
 _shtab_kvtierd_inventory_option_strings=(-h --help --socket --config --deadline --tier --namespace --model --blocks --json)
+_shtab_kvtierd_log_level_option_strings=(-h --help --socket --config --deadline --json)
 _shtab_kvtierd_gc_option_strings=(-h --help --config --path --tier --keep --unused-for --yes --json)
 _shtab_kvtierd_verify_option_strings=(-h --help --config --path --tier --remove --json)
 _shtab_kvtierd_events_tail_option_strings=(-h --help --endpoint --config --audience --topic --replay --since --count --timeout --json --tokens --empty --server-key --secret-key)
@@ -33,12 +34,14 @@ _shtab_kvtierd_option_strings=(-h --help -V --version)
 
 
 _shtab_kvtierd_serve___log_level_choices=(debug info warning error)
+_shtab_kvtierd_serve___log_format_choices=(auto json text)
+_shtab_kvtierd_log_level_pos_0_choices=(debug info warning error)
 _shtab_kvtierd_events_pos_0_choices=(tail watch)
 _shtab_kvtierd_bench_tiers___io_choices=(auto direct buffered)
 _shtab_kvtierd_bench_events___part_choices=(forms latency stall snapshot catch-up)
 _shtab_kvtierd_bench_pos_0_choices=(rpc tiers events)
 _shtab_kvtierd_completion_pos_0_choices=(bash zsh)
-_shtab_kvtierd_pos_0_choices=(serve check schema status top inventory gc verify events replay demo bench completion version)
+_shtab_kvtierd_pos_0_choices=(serve check schema status top inventory log-level gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve__h_nargs=0
 _shtab_kvtierd_serve___help_nargs=0
@@ -59,6 +62,9 @@ _shtab_kvtierd_inventory__h_nargs=0
 _shtab_kvtierd_inventory___help_nargs=0
 _shtab_kvtierd_inventory___blocks_nargs=0
 _shtab_kvtierd_inventory___json_nargs=0
+_shtab_kvtierd_log_level__h_nargs=0
+_shtab_kvtierd_log_level___help_nargs=0
+_shtab_kvtierd_log_level___json_nargs=0
 _shtab_kvtierd_gc__h_nargs=0
 _shtab_kvtierd_gc___help_nargs=0
 _shtab_kvtierd_gc___yes_nargs=0

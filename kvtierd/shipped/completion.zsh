@@ -17,6 +17,7 @@ _shtab_kvtierd_commands() {
     events:'Watch the event stream.'
     gc:'List stale temporaries, quarantined blocks and namespaces in the storage of tiers, and remove with --yes what is marked so, unless a living daemon uses it. Namespaces are marked only when asked for: with --keep all that are not kept, with --unused-for those that were not used for so long, with both what is neither.'
     inventory:'Count the blocks of every namespace in every tier of a running daemon, or list them with --blocks. It is read page by page beside the daemon'"'"'s work: blocks that come or go meanwhile may be missing. Models are known of namespaces that an engine attached since the daemon'"'"'s start.'
+    log-level:'Print the level of a running daemon'"'"'s log; with LEVEL change it first, until the next restart. At debug there is a line for each request and each operation of a tier.'
     replay:'Replay a request trace through the real tier logic in simulation and print what each tier would have served, next to the best possible (Belady) for the same room. A trace has one JSON object a line, with timestamp (milliseconds) and hash_ids (ids of the prompt'"'"'s prefix blocks, first block first).'
     schema:'Print the JSON Schema of the tier file, for editors. `kvtierd check` is more precise.'
     serve:'Run the daemon until SIGTERM or SIGINT; a second signal ends it at once.'
@@ -202,6 +203,18 @@ _shtab_kvtierd_inventory_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_inventory_defaults_added=0
 
+_shtab_kvtierd_log_level_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--socket[default\: \/run\/kvtierd\/control.sock]:PATH:"
+  "--config[find the socket through this tier file]:F:"
+  "--deadline[seconds to wait (default 2)]:S:"
+  "--json[print JSON]"
+  ":the level from now on:(debug info warning error)"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_log_level_defaults_added=0
+
 _shtab_kvtierd_replay_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--tiers[the CPU tier first, then those below it, for instance cpu\=10000,disk\=100000\; below the first, \'unlimited\' will do]:NAME=BLOCKS,...:"
@@ -225,7 +238,8 @@ _shtab_kvtierd_schema_defaults_added=0
 _shtab_kvtierd_serve_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[the tier file]:F:"
-  "--log-level[log_level]:log_level:(debug info warning error)"
+  "--log-level[default\: log.level of the tier file]:log_level:(debug info warning error)"
+  "--log-format[default\: log.format of the tier file]:log_format:(auto json text)"
   "--paranoid[check every invariant after every turn (slow\: for tests)]"
 )
 
@@ -302,6 +316,7 @@ _shtab_kvtierd() {
         events) _shtab_kvtierd_events ;;
         gc) _arguments -C -s $_shtab_kvtierd_gc_options ;;
         inventory) _arguments -C -s $_shtab_kvtierd_inventory_options ;;
+        log-level) _arguments -C -s $_shtab_kvtierd_log_level_options ;;
         replay) _arguments -C -s $_shtab_kvtierd_replay_options ;;
         schema) _arguments -C -s $_shtab_kvtierd_schema_options ;;
         serve) _arguments -C -s $_shtab_kvtierd_serve_options ;;

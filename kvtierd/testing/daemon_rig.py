@@ -288,7 +288,11 @@ class DaemonRig:
     def complaints(self) -> list[str]:
         """Return what the daemon logged and should never have to."""
         lines = self.daemon.log.read_text(errors="replace").splitlines() if self.daemon.log.exists() else []
-        return [line for line in lines if re.search(r" (ERROR|CRITICAL) |Traceback", line)]
+        return [
+            line
+            for line in lines
+            if re.search(r' (ERROR|CRITICAL) |"level": "(error|critical)"|Traceback', line)
+        ]
 
     # -- quiet points -------------------------------------------------------------------------------
 

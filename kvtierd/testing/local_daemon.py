@@ -97,6 +97,7 @@ class LocalDaemon:
             ],
             "events": {"enabled": True, "heartbeat": "1s", "audiences": [audience]},
             "admin": {"listen": None},
+            "log": {"format": "text"},
         }
 
     @property

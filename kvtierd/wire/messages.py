@@ -7,7 +7,7 @@ evolution: new fields get defaults, types never change, tags are never reused, u
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,10 @@ PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 MAX_FRAME_BYTES = 16 << 20
 FEATURES: tuple[str, ...] = ()
+
+
+Level = Literal["debug", "info", "warning", "error"]
+"""Of the daemon's log."""
 
 
 class Hello(Request, frozen=True, kw_only=True, tag="hello"):
@@ -47,6 +51,12 @@ class SurveyRequest(Request, frozen=True, kw_only=True, tag="survey"):
     limit: Annotated[int, Meta(ge=1, le=65536)] = 1024
 
 
+class LogLevelRequest(Request, frozen=True, kw_only=True, tag="log_level"):
+    """Change the level of the daemon's log, or (``None``) ask for it; on the control socket only."""
+
+    level: Level | None = None
+
+
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     """The version and features in force on this connection."""
 
@@ -61,6 +71,12 @@ class StatusReport(Reply, frozen=True, kw_only=True, tag="status_report"):
     body: dict[str, Any]
 
 
+class LogLevel(Reply, frozen=True, kw_only=True, tag="log_level_in_force"):
+    """The level that is in force from now on."""
+
+    level: str
+
+
 class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
     """``cursor`` is 0 after the last page. ``models``: what is known of the page's namespaces."""
 
@@ -69,8 +85,10 @@ class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
     models: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-ClientMessage = Hello | StatusRequest | SurveyRequest | stimuli.LadderRequest
-ServerMessage = Welcome | StatusReport | SurveyPage | effects.LadderReply
+Unattached = StatusRequest | SurveyRequest | LogLevelRequest
+"""What can be asked without an attach."""
+ClientMessage = Hello | Unattached | stimuli.LadderRequest
+ServerMessage = Welcome | StatusReport | SurveyPage | LogLevel | effects.LadderReply
 
 
 def verb_of(message: type[Request]) -> str:

@@ -24,8 +24,10 @@ from kvtierd.wire.messages import (
     PROTOCOL_MIN,
     ClientMessage,
     Hello,
+    LogLevelRequest,
     StatusRequest,
     SurveyRequest,
+    Unattached,
     Welcome,
     decode_client,
     encode,
@@ -123,6 +125,7 @@ _KINDS: Final[dict[type, Kind]] = {
     Hello: Kind.HELLO,
     StatusRequest: Kind.STATUS,
     SurveyRequest: Kind.SURVEY,
+    LogLevelRequest: Kind.STATUS,
     Attach: Kind.ATTACH,
     Goodbye: Kind.GOODBYE,
 }
@@ -194,7 +197,7 @@ class ServerConnection:
 
     def receive(
         self, data: bytes | bytearray | memoryview = b"", *, frames: int | None = None, size: int = 0
-    ) -> list[StatusRequest | SurveyRequest | LadderRequest]:
+    ) -> list[Unattached | LadderRequest]:
         """Take bytes from the peer and return the requests that the daemon has to answer.
 
         Answers that the connection gives by itself (handshake, refusals) wait in :meth:`take_output`. With
@@ -204,7 +207,7 @@ class ServerConnection:
         Raises:
             RemoteProtocolError: these are not messages of this protocol; the connection is closed now.
         """
-        requests: list[StatusRequest | SurveyRequest | LadderRequest] = []
+        requests: list[Unattached | LadderRequest] = []
         self._deframer.push(data)
         stop_at = self._deframer.pending - size
         try:
@@ -215,7 +218,7 @@ class ServerConnection:
                     requests.append(message)
                 if frames is not None:
                     frames -= 1
-                    dear = isinstance(message, StatusRequest | SurveyRequest)
+                    dear = isinstance(message, Unattached)
                     if frames <= 0 or dear or self._deframer.pending <= stop_at:
                         break
         except RemoteProtocolError:

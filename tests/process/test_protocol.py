@@ -121,7 +121,7 @@ def test_strangers_are_shown_the_door_with_a_reason(rig: DaemonRig, connect: Con
         raw = connect(hello=False)
         raw.send(hello)
         assert raw.closed(), name
-        new = rig.daemon.log.read_text().splitlines()[lines:]
+        new = wait_for(lambda: rig.daemon.log.read_text().splitlines()[lines:], "the line")  # noqa: B023
         assert len(new) == 1, (name, new)
         assert "WARNING" in new[0]
         assert reason in new[0], name

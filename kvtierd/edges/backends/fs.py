@@ -29,6 +29,7 @@ from kvtierd.edges.backends.fs_scan import FsScan
 from kvtierd.edges.backends.fs_space import Room
 from kvtierd.edges.backends.fs_tree import Folders
 from kvtierd.errors import TierError, TierTaken
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +286,12 @@ class FsBackend:
     def _adopt_replaced(self, folders: Folders) -> None:
         with self._adopting:
             if folders.inode != self._inode:
-                log.warning("tier %s: %s is another folder than before", self.name, self.root)
+                log.warning(
+                    "tier %s: %s is another folder than before",
+                    self.name,
+                    self.root,
+                    extra=event("folder_changed", tier=self.name, path=str(self.root)),
+                )
                 self._adopt(folders)
 
     def _guarded(
@@ -313,7 +319,12 @@ class FsBackend:
             if fault in self._logged or len(self._logged) >= _LOGGED_REASONS:
                 return
             self._logged.add(fault)
-        log.warning("tier %s: %s; later ones are only counted", self.name, fault)
+        log.warning(
+            "tier %s: %s; later ones are only counted",
+            self.name,
+            fault,
+            extra=event("tier_fault", tier=self.name),
+        )
 
     def _write_all(self, files: SegmentFiles, transfers: Sequence[Transfer]) -> list[Outcome]:
         room = Room(files.folders, self._min_free)

@@ -18,6 +18,7 @@ import msgspec
 
 from kvtierd.edges.backends.fs_scan_worker import FolderContent, read_folder
 from kvtierd.edges.backends.fs_tree import Folders
+from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class FolderReader:
                 bufsize=1 << 16,
             )
         except OSError as error:
-            log.info("scan: no process of its own: %s", error)
+            log.info("scan: no process of its own: %s", error, extra=event("scan_in_process"))
             return None
         with contextlib.suppress(OSError):  # room for a folder's answer, so that no process waits for us
             assert worker.stdout is not None

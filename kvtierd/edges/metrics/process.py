@@ -90,10 +90,13 @@ FAMILIES = (
     gauge("hanging", "Things outside the loop that make no progress (tiers, the stream).", (), _hanging),
     counter("log_records", "Log records at warning or above.", ("level",), _of("log.records", LEVELS)),
     counter(
-        "log_suppressed",
-        "Repeated log records that were only counted.",
+        "log_left_out",
+        "Log records that were only counted, as they repeated others.",
         (),
-        scalar("log", "suppressed"),
+        scalar("log", "left_out"),
+    ),
+    counter(
+        "log_dropped", "Log lines that were dropped, as nobody read the log.", (), scalar("log", "dropped")
     ),
     counter(
         "config_reloads", "Reloads of the tier file.", ("outcome",), _of("config.reloads", RELOAD_OUTCOMES)

@@ -48,6 +48,7 @@ CLIENT = [
     messages.Hello(id=1, versions=(1, 2), features=("f",), required=("r",), client="golden/1"),
     messages.StatusRequest(id=2),
     messages.SurveyRequest(id=18, tier="disk", cursor=1024, limit=100),
+    messages.LogLevelRequest(id=20, level="debug"),
     stimuli.Attach(id=3, layout=LAYOUT, engine_id="e0", process=b"p" * 16, dp_rank=1, role="worker", rank=1),
     stimuli.Lookup(
         id=4,
@@ -78,6 +79,7 @@ CLIENT = [
 SERVER = [
     messages.Welcome(id=1, version=1, features=("f",), daemon="kvtierd/0.1.0"),
     messages.StatusReport(id=2, body={"pool": {"bytes": 1 << 33, "pinned": False}, "tiers": ["cpu"]}),
+    messages.LogLevel(id=20, level="debug"),
     messages.SurveyPage(
         id=18,
         entries=(

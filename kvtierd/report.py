@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvtierd import __version__
 from kvtierd.advice import advise
+from kvtierd.config.memory import bounds, index_bytes
 from kvtierd.edges.histogram import Histogram
 from kvtierd.edges.history import History
+from kvtierd.edges.memory_limits import anonymous_bytes
 from kvtierd.edges.metrics.family import Figures
 from kvtierd.edges.metrics.plan import make_plan
 from kvtierd.edges.watch import HANGS_AFTER
@@ -79,11 +81,26 @@ class Report:
             journal = {} if daemon._announcer is None else daemon._announcer.statistics()
             relay = {} if daemon._merged is None else daemon._merged.statistics()
             body["events"] = {**daemon._hub.statistics(), "journal": journal, "relay": relay}
+        body["memory"] = self._memory()
         body["movers"] = {name: mover.statistics() for name, mover in daemon._movers.items()}
         for name, server in (("engine", daemon._engine), ("control", daemon._control)):
             if server is not None:
                 body[name] = server.statistics()
         return body
+
+    def _memory(self) -> dict[str, Any]:
+        """Return what the daemon takes besides the pool, and the bounds of ``config/MEMORY.md``, in bytes."""
+        ladder = self._daemon._ladder
+        entries = 0
+        if ladder is not None:
+            entries = sum(len(space.blocks) for space in ladder.stack.primary.spaces.values())
+            entries += sum(len(tier.blocks) for tier in ladder.stack.secondaries)
+        return {
+            "anonymous_bytes": anonymous_bytes(),
+            "bounds": bounds(self._daemon.tier_file),
+            "index_entries": entries,
+            "index_bytes": index_bytes(entries),
+        }
 
     def sample(self) -> dict[str, float]:
         """Return the counters that charts and advice look back on."""

@@ -38,6 +38,21 @@ MEDIUM_OF = {"cpu": Medium.CPU}
 """By a tier's type; all others are storage."""
 
 
+LIBZMQ_MIN = (4, 3, 3)
+"""CVE-2019-6250 and -13132 let a peer run code, CVE-2020-15166 stops a server; none is in this one."""
+
+
+def require_libzmq(version: tuple[int, ...]) -> None:
+    """Check the library under pyzmq.
+
+    Raises:
+        ConfigError: it is older than ``LIBZMQ_MIN``.
+    """
+    if version < LIBZMQ_MIN:
+        found, least = (".".join(map(str, numbers)) for numbers in (version, LIBZMQ_MIN))
+        raise ConfigError(f"events: libzmq {found} has holes that a peer can use: install {least} or newer")
+
+
 class EventHub:
     """All audiences of one daemon.
 
@@ -98,6 +113,7 @@ class EventHub:
         Raises:
             ConfigError: an endpoint cannot be bound; names the audience, the endpoint and the reason.
         """
+        require_libzmq(zmq.zmq_version_info())
         self._loop = loop
         self._context = zmq.Context()
         try:

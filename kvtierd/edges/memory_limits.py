@@ -33,6 +33,14 @@ def memory_rooms(root: Path = Path("/")) -> Iterator[Room]:
     yield from _cgroup_rooms(root)
 
 
+def anonymous_bytes() -> int:
+    """Return what this process has resident of its own: no pool, no files; 0 where the kernel does not say."""
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
 def huge_page_room(root: Path = Path("/")) -> tuple[int, int]:
     """Return (bytes in free huge pages, size of one) of the default size; zeros where there are none."""
     info = _meminfo(root)

@@ -159,15 +159,11 @@ class Stage:
     def full_disk(self) -> None:
         """Somebody else takes all room of a tier's filesystem."""
         filler = self.rig.folder / "near" / "somebody-else"
-        with filler.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(1 << 16))
-                    file.flush()
-            except OSError:
-                pass
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
         self.live(ROUND_SECONDS)
-        filler.unlink()
+        filler.unlink(missing_ok=True)
 
     def lost_mount(self) -> None:
         self.mount.detach()

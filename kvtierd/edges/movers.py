@@ -324,8 +324,9 @@ class Mover:
         if isinstance(effect, Probe):
             assert isinstance(self._backend, Probing)
             ended.found = self._backend.probe(ids)
-            if not {found.block.id for found in ended.found} <= set(ids):
-                raise RuntimeError("the backend found blocks that nobody asked for")
+            found = [found.block.id for found in ended.found]
+            if not set(found) <= set(ids) or len(set(found)) < len(found):
+                raise RuntimeError("the backend found blocks twice or that nobody asked for")
             return
         if isinstance(effect, Delete):
             ended.outcomes = self._backend.delete(ids, corrupt=effect.corrupt)
@@ -343,6 +344,8 @@ class Mover:
                     view.release()
         if [outcome.id for outcome in ended.outcomes] != ids:
             raise RuntimeError("the backend did not answer block by block")
+        if any(outcome.stored_bytes < 0 for outcome in ended.outcomes):
+            raise RuntimeError("the backend says that a block takes less than no room")
 
     # -- back in the loop ---------------------------------------------------------------------------
 

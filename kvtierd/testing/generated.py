@@ -1,4 +1,4 @@
-"""What ships and is made from the code: completions, man pages, the tier file's JSON Schema.
+"""What ships and is made from the code: completions, man pages, the tier file's JSON Schema, lists.
 
 ``python -m kvtierd.testing.generated`` writes them; a test holds the shipped ones against the code. Making
 them takes the libraries shtab and argparse-manpage (the ``test`` extra), using them takes nothing.
@@ -94,11 +94,58 @@ def schema() -> str:
     return json.dumps(schema_of_the_tier_file(), indent=2) + "\n"
 
 
+METRICS = """# Metrics
+
+`GET /metrics` on `admin.listen`. Names, types and labels are a promise
+(`tests/golden/metrics_v1.json`). Every series is there from the start, at 0; no label grows with
+what engines store or ask. Beside these come the `process_*` metrics of every Prometheus client.
+
+`sum(kvtierd_tier_hits_total) + kvtierd_lookup_missed_blocks_total` is
+`kvtierd_lookup_blocks_total`: each question of an engine counts once, and a promoted block counts
+for the tier that it came from.
+
+| name | type | labels | what |
+|---|---|---|---|
+"""
+LOG = """# Log events
+
+Lines on standard error; `log.format` in the tier file chooses JSON or text. A JSON line has `ts`
+(UTC), `level`, `event`, `logger`, `message`, and the event's own fields. Names and fields are
+stable, texts may change. `session` and `request` name what an engine was answered, `job` and
+`generation` a store, `lease` a load, `op` an operation of a tier, whose `generations` lead back to
+the stores. A warning that repeats is written 5 times in 30 seconds for each event and tier, then
+counted (`left_out`).
+
+| event | what |
+|---|---|
+"""
+
+
+def metrics_page() -> str:
+    """Return the list of all metrics."""
+    from kvtierd.edges.metrics.exporter import FAMILIES
+
+    rows = (
+        f"| `{family.series}` | {family.kind.value} | {', '.join(family.labels)} | {family.help} |\n"
+        for family in FAMILIES
+    )
+    return METRICS + "".join(rows)
+
+
+def log_page() -> str:
+    """Return the list of all events of the log."""
+    from kvtierd.logs.events import EVENTS
+
+    return LOG + "".join(f"| `{name}` | {text} |\n" for name, text in EVENTS.items())
+
+
 FILES: dict[str, Callable[[], str]] = {
     **{f"kvtierd/shipped/completion.{shell}": lambda shell=shell: completion(shell) for shell in SHELLS},  # type: ignore[misc]
     "kvtierd/shipped/kvtierd.8": command_page,
     "kvtierd/shipped/kvtierd.yaml.5": file_page,
     "config/tiers.schema.json": schema,
+    "kvtierd/edges/metrics/METRICS.md": metrics_page,
+    "kvtierd/logs/EVENTS.md": log_page,
 }
 """By the path from the repository's root: what makes the file."""
 

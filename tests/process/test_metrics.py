@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtierd.client import Client, KeyState
+from kvtierd.client import Client, Group, KeyState, Layout
 from kvtierd.testing.clock import wait_for
 from kvtierd.testing.daemon_rig import DaemonRig, Router, chain, keys_of, load, loose, store
 from kvtierd.testing.local_daemon import free_port
@@ -112,6 +112,60 @@ def test_what_metrics_say_is_what_happened(make: Make) -> None:
     wait_for(lambda: port.value("loop_lag_seconds_count") > 0, "a tick")
     assert value("pool_prefaulted_bytes") == value("pool_bytes") > 0
     assert value("requests_unanswered") == 0
+
+
+def test_readiness_waits_for_the_whole_pool_and_every_series_is_there_meanwhile(make: Make) -> None:
+    """L106, L135: alive while the pool is pre-faulted, ready when all of it is; metrics tell how far."""
+    port = Port(make, slots=1)
+    port.rig.edit(lambda body: body["pool"].update(bytes="768MiB", prefault_threads=1))
+    seen: dict[str, set[int]] = {"/startupz": set(), "/readyz": set(), "/livez": set()}
+    names: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+    filled: list[float] = []
+
+    def look() -> bool:
+        try:
+            early = port.scrape()
+            codes = {path: port.get(path)[0] for path in seen}
+        except ConnectionRefusedError:
+            return False
+        if codes["/readyz"] == 503:
+            names.update(early)
+            filled.append(early["kvtierd_pool_prefaulted_bytes", ()])
+        for path, code in codes.items():
+            seen[path].add(code)
+        return codes["/readyz"] == 200
+
+    starting = threading.Thread(target=port.rig.start)
+    starting.start()
+    try:
+        wait_for(look, "readiness", timeout=30, poll=0.005)
+    finally:
+        starting.join(30)
+    assert seen == {"/startupz": {200, 503}, "/readyz": {200, 503}, "/livez": {200}}
+    assert filled == sorted(filled)
+    assert filled[0] < 768 << 20
+    ready = port.scrape()
+    assert ready["kvtierd_pool_prefaulted_bytes", ()] == 768 << 20
+    assert {key for key in ready if key[0].startswith("kvtierd_")} == {
+        key for key in names if key[0].startswith("kvtierd_")
+    }
+
+
+def test_a_layout_shows_what_each_rank_and_group_takes_and_ranks_do_not_multiply_the_pool(make: Make) -> None:
+    """L92: pool.bytes is the total, whatever the number of ranks."""
+    port = Port(make, slots=64)
+    port.rig.start()
+    groups = (Group(tokens_per_block=4, block_bytes=4096), Group(tokens_per_block=4, block_bytes=1024))
+    layout = Layout(model="wide", dtype="float16", layout="test", groups=groups, ranks=4)
+    with port.rig.attach(layout):
+        status = port.rig.status()
+        (shown,) = status["layouts"]
+        assert status["pool"]["bytes"] == 64 * 4096
+        assert (shown["ranks"], shown["rank_bytes_per_block"]) == (4, [4096, 1024])
+        assert shown["bytes_per_block"][0] == shown["slot_bytes"] == 4 * 4096
+        assert shown["waste_bytes_per_slot"][0] == 0
+        assert shown["waste_bytes_per_slot"][1] == 4 * 4096 - shown["bytes_per_block"][1]
+        assert port.value("pool_bytes") == port.value("tier_capacity_bytes", tier="cpu") == 64 * 4096
 
 
 def test_subscribers_are_counted_as_they_come_and_go(make: Make) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import resource
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -145,6 +146,7 @@ class DaemonRig:
         changes: dict[str, Any] | None = None,
         heartbeat: str = "30ms",
         paranoid: bool = True,
+        python: str = sys.executable,
     ) -> None:
         sections = {"engine": {"shutdown_grace": "4s"}, **(changes or {})}
         if tiers is not None:
@@ -153,7 +155,12 @@ class DaemonRig:
         self.layout = layout
         pool_bytes = slots * layout.groups[0].block_bytes
         self.daemon = LocalDaemon(
-            folder, pool_bytes=pool_bytes, disk_bytes=disk_bytes, changes=sections, paranoid=paranoid
+            folder,
+            pool_bytes=pool_bytes,
+            disk_bytes=disk_bytes,
+            changes=sections,
+            paranoid=paranoid,
+            python=python,
         )
         self.edit(lambda body: body["events"].update(heartbeat=heartbeat))
         self.client = Client(self.daemon.socket, deadline=10.0)

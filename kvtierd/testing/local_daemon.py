@@ -50,6 +50,7 @@ class LocalDaemon:
 
     Everything that it writes lies under ``folder``, which has to be short (:func:`short_folder`) and is not
     removed. A stopped daemon can be started again on the same folder and ports.
+    ``python`` runs it, where the caller's own environment cannot.
     ``changes`` replaces whole top-level sections of the tier file; ``paranoid`` has it check every invariant
     after every turn.
     """
@@ -62,8 +63,10 @@ class LocalDaemon:
         disk_bytes: int,
         changes: dict[str, Any] | None = None,
         paranoid: bool = False,
+        python: str = sys.executable,
     ) -> None:
         self.folder = folder
+        self._python = python
         self._options = ("--paranoid",) if paranoid else ()
         self.socket = str(folder / "run" / "engine.sock")
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -113,7 +116,7 @@ class LocalDaemon:
         """
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", "kvtierd", "serve", "--config", str(self.config), *self._options],
+                [self._python, "-m", "kvtierd", "serve", "--config", str(self.config), *self._options],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,

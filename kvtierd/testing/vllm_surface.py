@@ -123,7 +123,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "kv_transfer_params",
     ),
     "vllm/lora/request:LoRARequest": ("adapter_id", "name"),
-    "vllm/v1/outputs:KVConnectorOutput": ("kv_connector_worker_meta", "invalid_block_ids"),
+    "vllm/v1/outputs:KVConnectorOutput": ("kv_connector_worker_meta", "invalid_block_ids", "failed_recving"),
 }
 """Members of classes: methods by signature, everything else by being there."""
 

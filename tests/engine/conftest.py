@@ -74,3 +74,11 @@ def run_script() -> RunScript:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def models(run_script: RunScript, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the tiny models of ``tiny_model.py``."""
+    folder = tmp_path_factory.mktemp("models")
+    run_script("tiny_model.py", str(folder))
+    return folder

@@ -8,7 +8,7 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
 )
 
@@ -64,9 +64,11 @@ def different_blocks(asked):
     return len(chains)
 
 
-def engine(model, connector=None, events=None):
-    """Start an engine. ``connector``: extra settings of the glue; ``events``: (endpoint, replay endpoint)."""
-    options = {}
+def engine(model, connector=None, events=None, **options):
+    """Start an engine. ``connector``: extra settings of the glue; ``events``: (endpoint, replay endpoint).
+
+    ``options`` are vLLM's own and go before the ones here.
+    """
     if connector is not None:
         options["kv_transfer_config"] = KVTransferConfig(
             **CONNECTOR, kv_connector_extra_config={**SPEC, "kvtierd_deadline": 5.0, **connector}
@@ -75,27 +77,26 @@ def engine(model, connector=None, events=None):
         options["kv_events_config"] = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events[0], replay_endpoint=events[1]
         )
-    return LLM(
-        model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK,
-        num_gpu_blocks_override=64,
-        max_model_len=640,
-        enable_prefix_caching=True,
-        seed=0,
-        **options,
-    )
+    usual = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": 64,
+        "max_model_len": 640,
+        "enable_prefix_caching": True,
+        "seed": 0,
+    }
+    return LLM(model, **(usual | options))
 
 
-def sampling():
-    return SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+def sampling(new_tokens=NEW_TOKENS):
+    return SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
 
 
-def generate(llm, asked):
+def generate(llm, asked, new_tokens=NEW_TOKENS, **options):
     """Return each prompt's new tokens, and how many of its tokens came out of a cache."""
-    outputs = llm.generate(asked, sampling(), use_tqdm=False)
+    outputs = llm.generate(asked, sampling(new_tokens), use_tqdm=False, **options)
     return [list(o.outputs[0].token_ids) for o in outputs], [o.num_cached_tokens for o in outputs]
 
 

@@ -6,13 +6,10 @@ By hand: ``PYTHONPATH=. .venvs/vllm/bin/python tests/engine/glue_checks.py``. ``
 
 from __future__ import annotations
 
+import importlib
 import json
 import traceback
-
-import glue_lookup_checks
-import glue_scheduler_checks
-import glue_stream_checks
-import glue_worker_checks
+from pathlib import Path
 
 from kvtierd.engines.vllm import worker
 
@@ -20,7 +17,8 @@ from kvtierd.engines.vllm import worker
 def run():
     """Run every check; ``None`` for a kept promise, else the traceback."""
     results = {}
-    for module in (glue_lookup_checks, glue_scheduler_checks, glue_stream_checks, glue_worker_checks):
+    for path in sorted(Path(__file__).parent.glob("glue_*_checks.py")):
+        module = importlib.import_module(path.stem)
         for name, check in vars(module).items():
             if name.startswith("check_"):
                 try:

@@ -23,9 +23,8 @@ from glue_rig import (
     worker,
 )
 
-from kvtierd.core.model import KeyState
+from kvtierd.core.model import BlockKey, KeyState
 from kvtierd.engines.vllm import streams
-from kvtierd.engines.vllm.chain import to_block_key
 from kvtierd.engines.vllm.copies import Piece
 from kvtierd.engines.vllm.streams import StreamCopier
 
@@ -267,7 +266,7 @@ def check_a_copy_that_fails_on_its_way_is_reported_when_what_was_begun_has_ended
     session, device, copier, _ = make()
     made, _ = manager(session)
     req = request(2)
-    session.states = {to_block_key(k): KeyState.HIT for k in keys_of(req)}
+    session.states = {BlockKey(k): KeyState.HIT for k in keys_of(req)}
     context = tracked(made, req)
     spec = prepare_load(made, keys_of(req), context)
     device.broken = RuntimeError("launch failed")

@@ -13,17 +13,10 @@ from .conftest import find_older
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180)]
 
-MODULES = (
-    "glue_lookup_checks.py",
-    "glue_scheduler_checks.py",
-    "glue_stream_checks.py",
-    "glue_worker_checks.py",
-)
-
 
 def promises() -> list[str]:
     """Names of the checks, without importing them: they need vLLM."""
-    trees = [ast.parse(Path(__file__).with_name(name).read_text()) for name in MODULES]
+    trees = [ast.parse(path.read_text()) for path in sorted(Path(__file__).parent.glob("glue_*_checks.py"))]
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [name for name in names if name.startswith("check_")]
 

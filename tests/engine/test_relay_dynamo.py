@@ -61,7 +61,7 @@ def live(folder: Path, indexer: Any, run_script: Any) -> dict[str, Any]:
     body["events"]["relay"] = [engine]
     daemon.config.write_text(json.dumps(body))
     settings = {
-        "model": str(folder / "model"),
+        "model": str(folder / "models" / "llama"),
         "socket": daemon.socket,
         "engine_events": engine["connect"],
         "engine_replay": engine["replay"],
@@ -69,7 +69,7 @@ def live(folder: Path, indexer: Any, run_script: Any) -> dict[str, Any]:
         "indexed": indexer.model,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
-    run_script("tiny_model.py", settings["model"])
+    run_script("tiny_model.py", str(folder / "models"))
     with daemon:
         indexer.wait_ready()
         indexer.register(daemon.endpoint, daemon.replay, block_size=BLOCK)

@@ -29,7 +29,7 @@ class Life:
         self.folder = folder
         self.daemon = LocalDaemon(folder, pool_bytes=8 << 20, disk_bytes=64 << 20)
         self.settings: Seen = {
-            "model": str(folder / "model"),
+            "model": str(folder / "models" / "llama"),
             "nobody": str(folder / "nobody.sock"),
             "socket": self.daemon.socket,
             "endpoint": self.daemon.endpoint,
@@ -52,7 +52,7 @@ class Life:
 def life(tmp_path_factory: pytest.TempPathFactory, run_script: Any) -> Iterator[Life]:
     """A daemon that outlives the engines."""
     made = Life(tmp_path_factory.mktemp("v"), run_script)
-    run_script("tiny_model.py", made.settings["model"])
+    run_script("tiny_model.py", str(made.folder / "models"))
     made.daemon.start()
     yield made
     made.daemon.stop()

@@ -110,6 +110,8 @@ class KvtierdConnector(OffloadingConnector):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._manager.note_failures(report)
+        if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
+            self._manager.loads_failed()
         super().update_connector_output(connector_output)
         if isinstance(report, WorkerReport):
             self._manager.settle_orphans(report)

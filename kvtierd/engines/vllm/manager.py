@@ -45,6 +45,8 @@ class _Request:
     chain: Chain
     wish: RequestScope
     refused: int = 0
+    loading: bool = False
+    lost: bool = False
 
 
 class KvtierdManager(OffloadingManager):
@@ -153,7 +155,8 @@ class KvtierdManager(OffloadingManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say whether a block is in the pool, on its way there, or not to be had."""
-        if self._reset_owed:
+        known = self._requests.get(req_context.req_id)
+        if self._reset_owed or (known is not None and known.lost):
             return MISS
         found: LookupResult = self._lookups.find(req_context.req_id, key)
         return found
@@ -169,6 +172,8 @@ class KvtierdManager(OffloadingManager):
         if self._pipeline is None:
             return self._jobs.empty(keys)
         known = self._requests.get(request)
+        if known is not None:
+            known.loading = True
         spec = self._jobs.load(request, keys, known.wish.scope if known else None)
         self._stats.load((key, self._lookups.source(request, key)) for key in keys)
         self._lookups.consumed(request)
@@ -176,7 +181,18 @@ class KvtierdManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """All workers have copied: end the lease."""
+        if (known := self._requests.get(req_context.req_id)) is not None:
+            known.loading = False
         self._jobs.complete(req_context.req_id, keys)
+
+    def loads_failed(self) -> None:
+        """Some load under way failed: its request computes, and is offered no block any more.
+
+        vLLM asks anew for a request that lost its first block. Where a worker cannot copy at all, the same
+        hit would be loaded, lost and asked for again without an end.
+        """
+        for request in self._requests.values():
+            request.lost |= request.loading
 
     # -- stores ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,136 @@
+"""Every shape of a real vLLM engine on kvtierd generates what a plain engine does (``shapes.py`` runs them).
+
+The runs themselves fail where the event stream, folded, is not the daemon's inventory, or where an engine
+leaves leases or slots behind. Each suite is one process with several engines, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtierd.testing.local_daemon import short_folder
+
+from .conftest import find_older
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
+
+Seen = dict[str, Any]
+PLAIN = {
+    "usual": {
+        "default": "plain",
+        "chunks": "plain",
+        "chunked_prefill": "plain",
+        "asynchronous": "plain",
+        "preemption": "plain_long",
+    },
+    "turns": {"decode_blocks": "plain_turns", "prompts_only": "plain_turns"},
+    "hybrid": {"hybrid": "plain_hybrid", "hybrid_chunks": "plain_hybrid"},
+    "ranks": {"two_ranks": "plain"},
+    "older": {"default": "plain", "chunks": "plain"},
+}
+SHAPES = [(suite, shape) for suite, shapes in PLAIN.items() for shape in shapes]
+ABORTS = ["turns", "older"]
+
+
+@pytest.fixture(scope="session")
+def tried(run_script: Any, models: Path) -> Callable[[str], Seen]:
+    """Run a suite, once; what it saw."""
+
+    @cache
+    def run(suite: str) -> Seen:
+        overlay = find_older() if suite == "older" else None
+        with short_folder("shape") as folder:
+            settings, result = folder / "settings.json", folder / "result.json"
+            known = {"models": str(models), "folder": str(folder), "python": sys.executable}
+            settings.write_text(json.dumps(known))
+            run_script("shapes.py", suite, str(settings), str(result), timeout=400, overlay=overlay)
+            seen: Seen = json.loads(result.read_text())
+            return seen
+
+    return run
+
+
+@pytest.mark.parametrize(("suite", "shape"), SHAPES)
+def test_tokens_are_those_of_a_plain_engine(suite: str, shape: str, tried: Callable[[str], Seen]) -> None:
+    seen = tried(suite)
+    expected = seen[PLAIN[suite][shape]]
+    assert len(expected) >= 60
+    for wave in {"cold", "warm", "from_disk", "renewed"} & seen[shape].keys():
+        assert seen[shape][wave][0] == expected, wave
+
+
+@pytest.mark.parametrize(("suite", "shape"), SHAPES)
+def test_the_loads_are_real(suite: str, shape: str, tried: Callable[[str], Seen]) -> None:
+    """More comes out of a cache than an empty daemon gave, and changed pool bytes change the tokens."""
+    seen = tried(suite)
+    got, expected = seen[shape], seen[PLAIN[suite][shape]]
+    assert got["loads"] > 0
+    assert sum(got["warm"][1]) > sum(got["cold"][1])
+    changed = sum(a != b for a, b in zip(got["poisoned"][0], expected, strict=True))
+    assert changed > len(expected) / 2
+
+
+@pytest.mark.parametrize(("suite", "shape"), SHAPES)
+def test_nothing_failed_on_the_way(suite: str, shape: str, tried: Callable[[str], Seen]) -> None:
+    assert tried(suite)[shape]["failures"] == {}
+    assert tried(suite)[shape]["complaints"] == []
+
+
+def test_the_asynchronous_shape_had_a_scheduler_that_runs_ahead(tried: Callable[[str], Seen]) -> None:
+    assert tried("usual")["asynchronous"]["scheduler"] == "AsyncScheduler"
+
+
+def test_the_small_cache_did_preempt(tried: Callable[[str], Seen]) -> None:
+    assert tried("usual")["preemption"]["preempted"] > 0
+
+
+def test_four_blocks_make_one_chunk(tried: Callable[[str], Seen]) -> None:
+    assert tried("usual")["chunks"]["blocks"] < tried("usual")["default"]["blocks"] / 2
+
+
+def test_blocks_of_answers_are_stored_only_if_wanted(tried: Callable[[str], Seen]) -> None:
+    assert tried("turns")["decode_blocks"]["blocks"] > tried("turns")["prompts_only"]["blocks"]
+
+
+@pytest.mark.parametrize("suite", ABORTS)
+def test_a_storm_of_aborts_changes_no_other_request(suite: str, tried: Callable[[str], Seen]) -> None:
+    seen = tried(suite)
+    for survivors in seen["aborts"]["survivors"]:
+        assert len(survivors) >= len(seen["plain"]) / 2
+        assert {number: seen["plain"][int(number)] for number in survivors} == survivors
+    assert seen["aborts"]["failures"] == {}
+
+
+def test_new_weights_never_meet_blocks_of_the_old_ones(tried: Callable[[str], Seen]) -> None:
+    seen = tried("turns")["new_weights"]
+    changed = sum(a != b for a, b in zip(seen["before"], seen["expected"], strict=True))
+    assert changed > len(seen["before"]) / 2
+    assert seen["after"][0] == seen["again"][0] == seen["expected"]
+    assert sum(seen["again"][1]) > sum(seen["after"][1])
+
+
+def test_a_salt_finds_its_own_blocks_and_no_others(tried: Callable[[str], Seen]) -> None:
+    seen = tried("turns")["salts"]
+    tokens = seen["none"]["second"][0]
+    for salt in ("none", "a", "b"):
+        assert seen[salt]["first"][1] == [0], "somebody else's blocks were a hit"
+        assert sum(seen[salt]["second"][1]) > sum(seen[salt]["rest"][1])
+        assert seen[salt]["rest"][0] == seen[salt]["second"][0] == tokens
+
+
+def test_adapters_and_salts_in_any_combination_share_nothing(tried: Callable[[str], Seen]) -> None:
+    seen = tried("turns")["adapters"]
+    for expected, got in zip(seen["expected"], seen["got"], strict=True):
+        assert got["first"][1] == [0], "somebody else's blocks were a hit"
+        assert got["rest"][0] == got["second"][0] == expected
+        assert sum(got["second"][1]) > sum(got["rest"][1])
+    assert (
+        len({json.dumps(expected) for expected in seen["expected"]}) == 3
+    )  # no, a, b: salts change no token

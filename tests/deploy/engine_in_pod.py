@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections import Counter
 from typing import Any
@@ -42,6 +43,8 @@ class Engine:
 
 
 def main() -> None:
+    # The first process of a container ignores signals that it does not handle.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     engine = Engine(*sys.argv[1:3])
     for line in sys.stdin:
         name, *arguments = json.loads(line)

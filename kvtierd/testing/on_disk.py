@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtierd.core.model import BlockKey, block_key
+from kvtierd.core.model import BlockId, BlockKey, block_key, group_of, hash_of
 
 MAGIC = b"\x89KVTIER\n"
 _LENGTHS = struct.Struct("<8sHHIIIQ")
@@ -122,3 +122,15 @@ def _written(fd: int, first: int, slot_bytes: int) -> Iterator[int]:
         slot = max(slot, (data - first) // slot_bytes)
         yield slot
         slot += 1
+
+
+def path_of(root: Path, block_id: BlockId) -> Path:
+    """Return where a block that has a file of its own lies."""
+    digest = hash_of(block_id.key).hex()
+    return root / "v1" / block_id.namespace / digest[-2:] / f"{digest}.{group_of(block_id.key)}"
+
+
+def files_in(root: Path) -> list[str]:
+    """Return the paths of all files below ``root`` but the locks, relative to it, sorted."""
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+    return [name for name in names if name.rpartition("/")[2] != "lock"]

@@ -9,44 +9,14 @@ import stat
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockMeta, block_key, group_of, hash_of
+from kvtierd.core.model import Block, BlockId, BlockMeta, block_key
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import LAYOUT, NAMESPACE, block, payload, read, scanned, write
+from kvtierd.testing.on_disk import files_in, path_of
 
 OLD = 1_000_000_000 * 10**9
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def backend(root):
-    opened = FsBackend("disk", root, pack_below=0)
-    opened.open()
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def shared(root):
-    opened = FsBackend("disk", root, shared=True)
-    opened.open()
-    yield opened
-    opened.close()
-
-
-def path_of(root, block_id):
-    name = f"{hash_of(block_id.key).hex()}.{group_of(block_id.key)}"
-    return root / "v1" / block_id.namespace / hash_of(block_id.key).hex()[-2:] / name
-
-
-def files_in(root):
-    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
-    return [name for name in names if name.rpartition("/")[2] != "lock"]
 
 
 def test_a_block_is_one_file_under_its_documented_name(backend, root):

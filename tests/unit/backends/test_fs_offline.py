@@ -22,11 +22,6 @@ def impatient(monkeypatch):
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def backend(root):
     opened = FsBackend("disk", root)
     opened.open()

@@ -27,11 +27,6 @@ SLOT = 4096 + 8192
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def backend(root):
     opened = FsBackend("disk", root)
     opened.open()

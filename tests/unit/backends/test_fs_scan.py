@@ -18,11 +18,6 @@ from kvtierd.testing.backend_kit import NAMESPACE, block, payload, read, scanned
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def backend(root):
     opened = FsBackend("disk", root)
     opened.open()

@@ -34,7 +34,7 @@ def memory_rooms(root: Path = Path("/")) -> Iterator[Room]:
 
 
 def anonymous_bytes() -> int:
-    """Return what this process has resident of its own: no pool, no files; 0 where the kernel does not say."""
+    """Return what this process has resident of its own: no pool, no files; 0 where nobody says."""
     for line in _lines(Path("/proc/self/status")):
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10

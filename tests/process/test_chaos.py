@@ -359,7 +359,8 @@ def test_whatever_happens_no_wrong_byte_and_one_truth(
         except BaseException:
             with capsys.disabled():
                 print(
-                    f"\nseed {seed}, {backing}: {dict(stage.events)}, held {stage.held}\n{rig.daemon.log_tail(40)}"
+                    f"\nseed {seed}, {backing}: {dict(stage.events)}, held {stage.held}",
+                    f"\n{rig.daemon.log_tail(40)}",
                 )
             raise
         finally:
@@ -367,7 +368,8 @@ def test_whatever_happens_no_wrong_byte_and_one_truth(
         grown, opened, seconds = slopes(stage.sizes)
         with capsys.disabled():
             print(
-                f"\nseed {seed}, {backing}, {spent:.0f} s, {len(stage.sizes)} quiet points: {dict(stage.events)}; "
+                f"\nseed {seed}, {backing}, {spent:.0f} s, {len(stage.sizes)} quiet points: "
+                f"{dict(stage.events)}; "
                 f"engines {dict(sorted(zoo.counts.items()))}; in {seconds:.0f} s "
                 f"memory {grown / 1024:+.0f} KiB, descriptors {opened:+d}; wrong bytes: {len(zoo.wrong)}",
                 end="",

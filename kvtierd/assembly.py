@@ -22,13 +22,15 @@ from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.backends.base import Backend
 from kvtierd.edges.backends.factory import holds_blocks, make_backend, make_spec
 from kvtierd.edges.engine import Limits
+from kvtierd.edges.handover import Inheritance
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.journal import TAIL, Journal
+from kvtierd.edges.kept_pool import KeptPool
 from kvtierd.edges.merge import MergedStream
 from kvtierd.edges.movers import Mover
 from kvtierd.edges.opening import Opening, Openings
 from kvtierd.edges.peers import Allowed
-from kvtierd.edges.pool import Pool
+from kvtierd.edges.pool import Found, Pool
 from kvtierd.edges.status_page import page_routes
 from kvtierd.edges.unix_socket import CannotCreate, Permissions, make_folder
 from kvtierd.logs.events import event
@@ -182,3 +184,15 @@ def describe(ladder: Ladder, movers: Mapping[str, Mover], namespace: str) -> Non
             )
     for mover in movers.values():
         mover.describe(namespace, layout)
+
+
+def take_pool(tier_file: TierFile, inheritance: Inheritance) -> KeptPool:
+    """Return the pool that another daemon hands over.
+
+    Raises:
+        PoolError: it cannot be used.
+    """
+    handed, owner = inheritance.handed, inheritance.take("pool")
+    assert owner is not None
+    found = Found(owner, handed.pool_id)
+    return KeptPool.take(tier_file.pool, tier_file.runtime_dir, found, handed.table, handed.live)

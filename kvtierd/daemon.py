@@ -12,12 +12,13 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from kvtierd import __version__, assembly
+from kvtierd import __version__, assembly, takeover
 from kvtierd.config.schema import TierFile
 from kvtierd.core import effects, stimuli
 from kvtierd.core.guard import Guard
@@ -29,6 +30,7 @@ from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
 from kvtierd.edges.engine import EngineServer
+from kvtierd.edges.handover import Inheritance
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.kept_pool import KeptPool
 from kvtierd.edges.liveness import Liveness
@@ -42,6 +44,7 @@ from kvtierd.edges.watch import BEAT_SECONDS, Watch
 from kvtierd.errors import InvariantBroken, PoolError
 from kvtierd.logs.events import event
 from kvtierd.report import Report
+from kvtierd.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +56,13 @@ LAST_SECONDS = 1.0
 class Daemon:
     """One daemon on one tier file. ``run`` lives until :meth:`stop`; it never imports torch by itself."""
 
-    def __init__(self, tier_file: TierFile, *, paranoid: bool = False) -> None:
+    def __init__(self, tier_file: TierFile, *, paranoid: bool = False, takeover: bool = False) -> None:
         self.tier_file = tier_file
+        self._takes_over = takeover
+        self._takeover = Takeover(self)
+        self._gone = False
+        """Whether another daemon serves in this one's place."""
+        self._ticking = False
         self.report = Report(self)
         self.state = "starting"
         self._paranoid = paranoid
@@ -90,15 +98,21 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(DaemonThreads())
         make_folder("runtime_dir", self.tier_file.runtime_dir)
-        self._lock = lock_folder(self.tier_file.runtime_dir)
+        inheritance = await takeover.inherit(self) if self._takes_over else None
+        if inheritance is None:
+            self._lock = lock_folder(self.tier_file.runtime_dir)
         self._beat()
         try:
-            if await self._came_up():
+            if await self._came_up(inheritance):
                 await self._stop.wait()
-            await self._drain()
+            if not self._gone:
+                await self._drain()
         finally:
             self._close()
-            unlock_folder(self.tier_file.runtime_dir, self._lock)
+            if self._gone:
+                os.close(self._lock)
+            else:
+                unlock_folder(self.tier_file.runtime_dir, self._lock)
         if self._failure is not None:
             raise self._failure
 
@@ -109,9 +123,9 @@ class Daemon:
             self._turned.set()
         self._stop.set()
 
-    async def _came_up(self) -> bool:
+    async def _came_up(self, inheritance: Inheritance | None) -> bool:
         """Start; give up when a stop was asked for and the start does not end within half of the grace."""
-        start = asyncio.ensure_future(self._start())
+        start = asyncio.ensure_future(self._start(inheritance))
         stop = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
         if not start.done():
@@ -127,13 +141,16 @@ class Daemon:
         start.cancel()
         return False
 
-    async def _start(self) -> None:
+    async def _start(self, inheritance: Inheritance | None) -> None:
         """Make the pool ready, then the tiers and sockets; engines can attach when all of it answers."""
         config = self.tier_file
-        self._control = self._server("control.sock")
-        kept = await self._loop.run_in_executor(None, KeptPool.open, config.pool, config.runtime_dir)
+        self._control = self._server("control.sock", 1)
+        if inheritance is None:
+            kept = await self._loop.run_in_executor(None, KeptPool.open, config.pool, config.runtime_dir)
+            await self._control.start()
+        else:
+            kept = assembly.take_pool(config, inheritance)
         self._kept, pool = kept, kept.pool
-        await self._control.start()
         if config.admin.listen is not None:
             self._admin = assembly.make_admin(config.admin.listen, self.report)
             await self._admin.start()
@@ -143,7 +160,8 @@ class Daemon:
         openings.start()
         await self._prefault(pool)
         await self._loop.run_in_executor(None, pinning.pin, pool, config.pool.pin)
-        await openings.settle()
+        if inheritance is None:
+            await openings.settle()
         ladder = assembly.make_ladder(config, pool, backends)
         if config.events.enabled:
             await self._open_stream(ladder, fresh=openings.fresh and not kept.survived)
@@ -152,10 +170,18 @@ class Daemon:
             self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]), kept.pipes
         )
         await self._go_on(kept, ladder, self._liveness)
-        self._engine = self._server("engine.sock", pool, self._liveness)
-        await self._engine.start()
+        first = 1 if inheritance is None else inheritance.handed.next_number
+        self._engine = self._server("engine.sock", first, pool, self._liveness)
+        if inheritance is None:
+            await self._engine.start()
+        else:
+            await takeover.serve_on(self, inheritance)
+        self._takeover = Takeover(self)
+        self._takeover.start()
         openings.follow(self._usable)
-        self._tick()
+        if not self._ticking:
+            self._ticking = True
+            self._tick()
         self.state = "ready"
         if self._hub is not None:
             log.info(
@@ -168,6 +194,11 @@ class Daemon:
             self._engine.path,
             extra=event("ready", socket=str(self._engine.path)),
         )
+
+    def handed_over(self) -> None:
+        """End: another daemon serves now."""
+        self._gone = True
+        self._stop.set()
 
     async def _open_stream(self, ladder: Ladder, *, fresh: bool) -> None:
         config, survived = self.tier_file, self._kept is not None and self._kept.survived
@@ -186,8 +217,7 @@ class Daemon:
         """Begin with what an earlier daemon left in the pool."""
         known = functools.partial(self._known, ladder.stack.primary.name)
         processes = await self._loop.run_in_executor(None, kept.restore, ladder, self._loop.time(), known)
-        if kept.pipes is not None:
-            liveness.find(processes)
+        liveness.find(processes)
         if self._announcer is not None:
             self._announcer.publish(ladder.take_events(), [ladder.stack.primary.name])
         self._guard = Guard(ladder, paranoid=self._paranoid)
@@ -207,7 +237,9 @@ class Daemon:
         if not await done and not self._stop.is_set():
             raise PoolError("the pre-fault of the pool was interrupted")
 
-    def _server(self, name: str, pool: Pool | None = None, liveness: Liveness | None = None) -> EngineServer:
+    def _server(
+        self, name: str, first: int, pool: Pool | None = None, liveness: Liveness | None = None
+    ) -> EngineServer:
         return EngineServer(
             self.tier_file.runtime_dir / name,
             turn=self.turn,
@@ -218,7 +250,7 @@ class Daemon:
             pool_fd=pool.fd if pool is not None else None,
             **assembly.socket_rules(self.tier_file, pool is None),
             daemon=f"kvtierd {__version__}",
-            numbers=itertools.count(1),
+            numbers=itertools.count(first),
         )
 
     def _usable(self, tier: str, reason: str, stalled: bool) -> None:
@@ -365,6 +397,7 @@ class Daemon:
             self.state = "stopping"
         grace = self.tier_file.engine.shutdown_grace
         deadline = self._loop.time() + grace
+        await self._takeover.close()
         if self._engine is not None:
             await self._engine.stop_listening()
         if self._failure is None:
@@ -376,7 +409,7 @@ class Daemon:
         for mover in self._movers.values():
             if not await mover.close(max(0.1, deadline - self._loop.time() - grace / 4)):
                 self._stuck = True  # a thread may still touch its slots: leave its backend and the pool alone
-        await self._end_stream(deadline)
+        await self._end_stream(deadline, keep=self._keeps)
         for server in (self._engine, self._control):
             if server is not None:
                 await server.stop_listening()
@@ -385,12 +418,12 @@ class Daemon:
             await self._admin.close()
         log.info("stopped", extra=event("stopped"))
 
-    async def _end_stream(self, deadline: float) -> None:
+    async def _end_stream(self, deadline: float, *, keep: bool) -> None:
         if self._hub is None or self._announcer is None:
             return
         self._announcer.finish()
         if self._merged is not None:
-            self._merged.close(keep=self._keeps)
+            self._merged.close(keep=keep)
         try:
             async with asyncio.timeout_at(max(deadline, self._loop.time()) + LAST_SECONDS):
                 await self._hub.close(max(0.1, deadline - self._loop.time()))
@@ -430,7 +463,11 @@ class Daemon:
             self._liveness.close()
         if self._openings is not None:
             self._openings.stop()
-        if self._stuck:
+        if self._stuck or (self._gone and self._kept is None):
+            return
+        if self._gone:
+            assert self._kept is not None
+            self._kept.close(keep=True)
             return
         if self._openings is not None:
             self._openings.close()

@@ -38,6 +38,11 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Run the daemon until SIGTERM or SIGINT; a second signal ends it at once.",
     )
     parser.add_argument("--config", metavar="F", required=True, help="the tier file")
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="take over from the daemon that runs on this tier file; its engines go on",
+    )
     parser.add_argument("--log-level", choices=LEVELS, help="default: log.level of the tier file")
     parser.add_argument("--log-format", choices=FORMATS, help="default: log.format of the tier file")
     parser.add_argument(
@@ -65,7 +70,7 @@ def _run(args: argparse.Namespace, loaded: Loaded, logs: Logs) -> int:
         log.warning("%s", warning, extra=event("config_warning"))
     _announce(args.config, loaded.tier_file)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(loaded.tier_file, logs, paranoid=args.paranoid))
+        runner.run(_serve(loaded.tier_file, logs, paranoid=args.paranoid, takeover=args.takeover))
     return ExitCode.OK
 
 
@@ -102,10 +107,10 @@ def _announce(path: str, tier_file: TierFile) -> None:
     )
 
 
-async def _serve(tier_file: TierFile, logs: Logs, *, paranoid: bool) -> None:
+async def _serve(tier_file: TierFile, logs: Logs, *, paranoid: bool, takeover: bool) -> None:
     from kvtierd.daemon import Daemon
 
-    daemon = Daemon(tier_file, paranoid=paranoid)
+    daemon = Daemon(tier_file, paranoid=paranoid, takeover=takeover)
     daemon.report.logs = logs.statistics
     tame_collector()
     loop = asyncio.get_running_loop()

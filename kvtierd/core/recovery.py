@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvtierd.core.handover import Live, resume
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Held, PoolState, Shaped
 from kvtierd.core.model import Block, BlockId, block_key
@@ -27,12 +28,17 @@ class Inconsistent(Exception):
 
 
 def restore(
-    ladder: Ladder, state: PoolState, now: float, known: Callable[[Block], Block] = lambda block: block
+    ladder: Ladder,
+    state: PoolState,
+    now: float,
+    known: Callable[[Block], Block] = lambda block: block,
+    live: Live | None = None,
 ) -> None:
     """Put the state into a ladder that nothing has happened to yet; its changes are noted from now on.
 
     The restored blocks wait in the primary's queue as stores: what readers know of already is not told to
-    them again. ``known`` may give an equal block that is in memory already.
+    them again. ``known`` may give an equal block that is in memory already. ``live``: what goes on with
+    connections that were handed over; only what is held beside it is quarantined.
 
     Raises:
         Inconsistent: the state cannot be right; the ladder is not to be used.
@@ -48,11 +54,19 @@ def restore(
     for slot, generation, block in state.blocks.values():
         nodes[slot] = node = Node(known(block), State.RESIDENT, slot=slot, generation=generation)
         _place(ladder, node)
+    live = live or Live()
     for one in held:
-        _quarantine(ladder, one, nodes)
+        _stand_in(ladder, one, nodes, {slot for job in live.jobs for slot, _, _ in job.blocks})
+    resume(ladder, live, nodes, now)
+    going_on = {job.number for job in live.jobs} | {lease.number for lease in live.leases}
+    for one in held:
+        if one.number not in going_on:
+            _quarantine(ladder, one, nodes)
+    connected = {session.process for session in live.sessions}
     for (_, process), attaches in state.mapped.items():
         for namespace, _ in attaches:
-            if (space := ladder.stack.primary.spaces.get(namespace)) is not None:
+            space = ladder.stack.primary.spaces.get(namespace)
+            if space is not None and process not in connected:
                 space.awaited.add(process)
     ladder.awaits_until = now + AWAIT
 
@@ -94,16 +108,21 @@ def _place(ladder: Ladder, node: Node) -> None:
     ladder.stack.primary.restored(node)
 
 
-def _quarantine(ladder: Ladder, held: Held, nodes: dict[int, Node]) -> None:
-    """Keep slots out of use until the engine's processes have spoken."""
+def _stand_in(ladder: Ladder, held: Held, nodes: dict[int, Node], reserved: set[int]) -> None:
+    """Have a node for every held slot: where nothing is visible, one that only keeps the slot out of use."""
     space = ladder.stack.primary.spaces[held.namespace]
-    own = []
-    for slot in dict.fromkeys(held.slots):
-        node = nodes.get(slot)
-        if node is None:  # nothing was visible there, or not any more
-            node = nodes[slot] = Node(Block(BlockId(space.namespace, NO_KEY), 0), State.RESERVED, slot=slot)
+    for slot in held.slots:
+        if slot not in nodes and slot not in reserved:
+            node = Node(Block(BlockId(space.namespace, NO_KEY), 0), State.RESERVED, slot=slot)
             node.gone = True
+            nodes[slot] = node
             space.leaving.add(node)
-        own.append(node)
+
+
+def _quarantine(ladder: Ladder, held: Held, nodes: dict[int, Node]) -> None:
+    """Keep slots out of use until the engine's processes have spoken; tell those that are connected."""
+    space = ladder.stack.primary.spaces[held.namespace]
+    own = [nodes[slot] for slot in dict.fromkeys(held.slots)]
+    for node in own:
         space.blocks.pin(node)
-    ladder.sessions.quarantine(held.number, 0, held.engine, own)
+    ladder.custody.quarantine(held.number, 0, held.engine, own)

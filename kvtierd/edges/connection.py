@@ -19,6 +19,7 @@ from kvtierd.edges.peers import peer_of
 from kvtierd.edges.request_figures import Unanswered
 from kvtierd.errors import RemoteProtocolError
 from kvtierd.logs.events import event
+from kvtierd.wire.handover import HandedConnection
 from kvtierd.wire.messages import (
     LogLevelRequest,
     StatusReport,
@@ -348,6 +349,36 @@ class EngineConnection(asyncio.Protocol):
                 os.close(pipe)
         if sent < len(frame):
             transport.write(frame[sent:])
+
+    # -- a takeover ---------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Take no more requests."""
+        self._blocked = True
+        self._choose_reading()
+
+    def hand_over(self) -> tuple[HandedConnection, int] | None:
+        """Return a frozen connection's state and a descriptor of it; nothing if it has to connect again."""
+        if not self.attached or self._wire.state is not State.ATTACHED or self._raw is None:
+            return None
+        if self.outstanding or self._transport is None or self._transport.get_write_buffer_size():
+            return None
+        wire = self._wire
+        handed = HandedConnection(
+            self.number, wire.version, wire.features, wire.client, self._process, wire.rest()
+        )
+        return handed, os.dup(self._raw.fileno())
+
+    @classmethod
+    async def adopt(cls, server: EngineServer, handed: HandedConnection, descriptor: int) -> None:
+        """Go on with a connection that another daemon handed over."""
+        connection = cls(server, handed.number)
+        connection._wire.resume(handed.version, handed.features, handed.client)
+        connection._process, connection.attached, connection._began = handed.process, True, None
+        sock = socket.socket(fileno=descriptor)
+        await connection._loop.connect_accepted_socket(lambda: connection, sock)
+        if handed.pending:
+            connection.data_received(handed.pending)
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +105,7 @@ class EngineServer:
         self.requests = RequestFigures()
         self._numbers = iter(numbers if numbers is not None else itertools.count(1))
         self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._inode: tuple[int, int] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._line: deque[EngineConnection] = deque()
@@ -112,26 +115,41 @@ class EngineServer:
 
     # -- life ---------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Listen; the socket appears when it answers.
+    async def start(self, listener: int | None = None) -> None:
+        """Listen; the socket appears when it answers. ``listener``: one that another daemon handed over.
 
         Raises:
             CannotCreate: its place is taken, or cannot be used.
         """
-        listener = listen(self.path, self.permissions)
+        self._listener = (
+            listen(self.path, self.permissions) if listener is None else socket.socket(fileno=listener)
+        )
         self._inode = inode_of(self.path)
         self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_unix_server(
-            lambda: EngineConnection(self, next(self._numbers)), sock=listener
+            lambda: EngineConnection(self, next(self._numbers)), sock=self._listener
         )
         self._sweep()
 
-    async def stop_listening(self) -> None:
-        """Take no new connections; the socket disappears."""
+    async def stop_listening(self, *, keep: bool = False) -> None:
+        """Take no new connections; the socket disappears, unless it is to be kept for another daemon."""
         if self._server is not None:
             self._server.close()
             self._server = None
-            remove_own(self.path, self._inode)
+            if not keep:
+                remove_own(self.path, self._inode)
+
+    def freeze(self) -> int:
+        """Take no more requests and connections; return a descriptor of the listening socket."""
+        assert self._listener is not None
+        listener = os.dup(self._listener.fileno())
+        for connection in self.connections.values():
+            connection.freeze()
+        return listener
+
+    def next_number(self) -> int:
+        """Return a connection number that was not given out yet."""
+        return next(self._numbers)
 
     def close(self) -> None:
         """Close all connections after what is queued for them."""

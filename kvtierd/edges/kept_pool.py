@@ -13,6 +13,7 @@ started anew in between; else it is removed (engines keep their mappings) and a 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd.core.geometry import UNIT
+from kvtierd.core.handover import Live, pool_state
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.ledger import PoolState
+from kvtierd.core.ledger import Change, PoolState
 from kvtierd.core.model import Block
 from kvtierd.core.recovery import Inconsistent, restore
 from kvtierd.edges import backing
@@ -31,21 +33,32 @@ from kvtierd.edges.pool import Found, Pool, PoolSettings, pool_path
 from kvtierd.edges.slot_log import SlotLog, read_tables, remove_tables
 from kvtierd.errors import PoolError
 from kvtierd.logs.events import event
-from kvtierd.wire.frames import Unreadable
-from kvtierd.wire.slot_records import Header
+from kvtierd.wire.frames import Torn, Unreadable
+from kvtierd.wire.slot_records import Header, SlotReader, SlotWriter, header
 
 log = logging.getLogger(__name__)
 
 
 class KeptPool:
-    """The pool of one daemon and what has to outlive it. Only a pool that is a file is really kept.
+    """The pool of one daemon and what has to outlive it.
 
+    Only a pool that is a ``file`` survives every end of the daemon; one without a name only a takeover.
     ``state``: what the earlier daemon left in it, ``None`` in a new pool and once it was restored.
     """
 
-    def __init__(self, pool: Pool, stem: Path | None, state: PoolState | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        stem: Path,
+        state: PoolState | None = None,
+        live: Live | None = None,
+        *,
+        is_file: bool,
+    ) -> None:
         self.pool = pool
         self.survived = state is not None
+        self.is_file = is_file
+        self._live = live
         self._stem = stem
         self._state = state
         self._log: SlotLog | None = None
@@ -59,19 +72,48 @@ class KeptPool:
         """
         stem = pool_path(settings, runtime_dir)
         if stem is None:
-            return cls(Pool.allocate(settings, runtime_dir, calls), None)
+            _remove_pipes(runtime_dir / "pool")
+            return cls(Pool.allocate(settings, runtime_dir, calls), runtime_dir / "pool", is_file=False)
         found, state, reason = _find(stem, settings.bytes - settings.bytes % UNIT)
         if found is None:
             remove_tables(stem)
             _remove_pipes(stem)
         pool = Pool.allocate(settings, runtime_dir, calls, found)
         pool.record("kept", "no" if found is None else "yes", reason)
-        return cls(pool, stem, state)
+        return cls(pool, stem, state, is_file=True)
+
+    @classmethod
+    def take(
+        cls, settings: PoolSettings, runtime_dir: Path, found: Found, table: bytes, live: Live
+    ) -> KeptPool:
+        """Go on with the pool of a daemon that hands over.
+
+        Raises:
+            PoolError: it cannot be mapped, or its table cannot be read.
+        """
+        path = pool_path(settings, runtime_dir)
+        reader = SlotReader()
+        try:
+            reader.read(io.BytesIO(table))
+        except (Torn, Unreadable) as error:
+            os.close(found.owner)
+            raise PoolError(f"takeover: the table of the pool: {error}") from None
+        pool = Pool.allocate(settings, runtime_dir, None, found)
+        pool.record("kept", "yes", "taken over")
+        return cls(pool, path or runtime_dir / "pool", reader.state, live, is_file=path is not None)
 
     @property
-    def pipes(self) -> Path | None:
-        """The folder of the liveness pipes, ``None`` where nothing survives."""
-        return None if self._stem is None else _pipes(self._stem)
+    def pipes(self) -> Path:
+        """The folder of the liveness pipes."""
+        return _pipes(self._stem)
+
+    def table(self, ladder: Ladder) -> bytes:
+        """Return all that there is to know of the pool, as one generation of a slot table."""
+        state = pool_state(ladder)
+        changes: list[Change] = [*state.shapes.values(), *ladder.sessions.mappings()]
+        changes += [*state.held.values(), *state.blocks.values()]
+        frames = SlotWriter().changes(state.counters, changes)
+        return header(self._header()) + frames
 
     @property
     def whole(self) -> bool:
@@ -84,13 +126,12 @@ class KeptPool:
         Raises:
             PoolError: what was left contradicts itself; it is removed, and the next start makes a new pool.
         """
-        if self._stem is None:
-            return set()
         state, self._state = self._state or PoolState(), None
         try:
-            restore(ladder, state, now, known)
+            restore(ladder, state, now, known, self._live)
         except Inconsistent as error:
-            remove_tables(self._stem)
+            if self.is_file:
+                remove_tables(self._stem)
             raise PoolError(f"pool.path: {self._stem}: {error}: start again, with an empty pool") from None
         if self.survived:
             log.info(
@@ -100,8 +141,12 @@ class KeptPool:
                 len(ladder.sessions.quarantines),
                 extra=event("pool_goes_on", pool_id=self.pool.pool_id, blocks=len(state.blocks)),
             )
-        self._log = SlotLog(self._stem, self._header(), ladder)
-        self._log.open()
+        if self.is_file:
+            self._log = SlotLog(self._stem, self._header(), ladder)
+            self._log.open()
+        else:
+            ladder.stack.primary.ledger.on = False
+            ladder.take_changes()
         return {process for _, process in state.mapped}
 
     def record(self) -> None:
@@ -114,11 +159,17 @@ class KeptPool:
         if self._log is not None:
             self._log.tick()
 
+    def stop_recording(self) -> None:
+        """Leave what was recorded to the next daemon."""
+        if self._log is not None:
+            self._log.close(keep=True)
+            self._log = None
+
     def close(self, *, keep: bool) -> None:
         """Unmap the pool. Unless it is to be kept, nothing of it stays."""
         if self._log is not None:
             self._log.close(keep=keep)
-        if self._stem is not None and not keep:
+        if not keep:
             _remove_pipes(self._stem)
         self.pool.close(keep=keep)
 

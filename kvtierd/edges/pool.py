@@ -194,6 +194,10 @@ class Pool:
         """Make a running :meth:`prefault` end within a chunk."""
         self._cancelled.set()
 
+    def owner(self) -> int:
+        """Return another descriptor of the file behind the pool, with its lock; the caller's."""
+        return os.dup(self._owner)
+
     def record(self, what: str, state: str, reason: str = "") -> None:
         """Note in :attr:`achieved` what came of one wish."""
         self.achieved[what] = {"state": state, "reason": reason} if reason else {"state": state}

@@ -9,7 +9,7 @@ _shtab_kvtierd_events_subparsers=(tail watch)
 _shtab_kvtierd_bench_subparsers=(rpc tiers events)
 _shtab_kvtierd_subparsers=(serve check schema status top inventory log-level gc verify events replay demo bench completion version)
 
-_shtab_kvtierd_serve_option_strings=(-h --help --config --log-level --log-format --paranoid)
+_shtab_kvtierd_serve_option_strings=(-h --help --config --takeover --log-level --log-format --paranoid)
 _shtab_kvtierd_check_option_strings=(-h --help --config --print-effective --json)
 _shtab_kvtierd_schema_option_strings=(-h --help)
 _shtab_kvtierd_status_option_strings=(-h --help --socket --config --deadline --json --quiet)
@@ -45,6 +45,7 @@ _shtab_kvtierd_pos_0_choices=(serve check schema status top inventory log-level 
 
 _shtab_kvtierd_serve__h_nargs=0
 _shtab_kvtierd_serve___help_nargs=0
+_shtab_kvtierd_serve___takeover_nargs=0
 _shtab_kvtierd_serve___paranoid_nargs=0
 _shtab_kvtierd_check__h_nargs=0
 _shtab_kvtierd_check___help_nargs=0

@@ -238,6 +238,7 @@ _shtab_kvtierd_schema_defaults_added=0
 _shtab_kvtierd_serve_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[the tier file]:F:"
+  "--takeover[take over from the daemon that runs on this tier file\; its engines go on]"
   "--log-level[default\: log.level of the tier file]:log_level:(debug info warning error)"
   "--log-format[default\: log.format of the tier file]:log_format:(auto json text)"
   "--paranoid[check every invariant after every turn (slow\: for tests)]"

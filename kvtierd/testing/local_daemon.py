@@ -114,14 +114,7 @@ class LocalDaemon:
         Raises:
             Unavailable: it ended or did not get ready in time; carries the end of its log.
         """
-        with self.log.open("ab") as sink:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [self._python, "-m", "kvtierd", "serve", "--config", str(self.config), *self._options],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,  # a terminal's Ctrl-C is for the caller, who stops us in order
-            )
+        process = self.launch()
         try:
             wait_for(self._ready_or_ended, "the daemon to be ready", timeout=START_SECONDS)
         except TimeoutError as error:
@@ -130,9 +123,46 @@ class LocalDaemon:
         except BaseException:  # a Ctrl-C must not leave it behind
             self.stop()
             raise
-        if self._process.poll() is not None:
-            code, self._process = self._process.returncode, None
+        if process.poll() is not None:
+            code, self._process = process.returncode, None
             raise Unavailable(f"the daemon ended with code {code}; its log ends:\n{self.log_tail()}")
+
+    def take_over(self, *options: str) -> int:
+        """Start another one that takes over from it; return the exit code of the one that ran.
+
+        Raises:
+            Unavailable: it did not, and ended; the other one runs on.
+        """
+        before, self._process = self._process, None
+        assert before is not None
+        after = self.launch("--takeover", *options)
+        try:
+            wait_for(
+                lambda: before.poll() is not None or after.poll() is not None,
+                "the takeover",
+                timeout=START_SECONDS,
+            )
+        finally:
+            if before.poll() is None:
+                self._process = before
+        if self._process is before:
+            after.kill()
+            code = after.wait(STOP_SECONDS)
+            raise Unavailable(f"the new daemon ended with code {code}; its log ends:\n{self.log_tail()}")
+        return before.returncode
+
+    def launch(self, *options: str) -> subprocess.Popen[bytes]:
+        """Start it and wait for nothing."""
+        command = [self._python, "-m", "kvtierd", "serve", "--config", str(self.config)]
+        with self.log.open("ab") as sink:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [*command, *self._options, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,  # a terminal's Ctrl-C is for the caller, who stops us in order
+            )
+        return self._process
 
     def _ready_or_ended(self) -> bool:
         assert self._process is not None

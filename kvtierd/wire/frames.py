@@ -39,6 +39,17 @@ def checked(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
 
+def check(head: bytes, body: bytes) -> bytes:
+    """Return a body that came with this head of 8 bytes.
+
+    Raises:
+        Unreadable: the checksum is wrong.
+    """
+    if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
+        raise Unreadable("a checksum is wrong")
+    return body
+
+
 def read_magic(file: BinaryIO, magic: bytes, stem: bytes, what: str) -> None:
     """Read a file's first bytes; ``stem`` is what all versions of it begin with, ``what`` its name.
 

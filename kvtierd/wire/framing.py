@@ -112,6 +112,10 @@ class Deframer:
         """Bytes that are held: frames that were not taken yet and an incomplete one."""
         return len(self._buffer)
 
+    def rest(self) -> bytes:
+        """Return the bytes that are held."""
+        return bytes(self._buffer)
+
     @property
     def ready(self) -> bool:
         """Whether :meth:`pop` has something to say now: a payload or an error."""

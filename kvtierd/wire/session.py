@@ -226,6 +226,16 @@ class ServerConnection:
             raise
         return requests
 
+    def rest(self) -> bytes:
+        """Return what was received and not taken yet, for another connection object to go on with."""
+        return self._deframer.rest()
+
+    def resume(self, version: int, features: tuple[str, ...], client: str) -> None:
+        """Go on with a connection that another object greeted and attached."""
+        self.version, self.features, self.client = version, features, client
+        self._deframer.max_bytes = self._max_bytes
+        self.state = State.ATTACHED
+
     def take_output(self) -> list[bytes]:
         """Return the framed answers that the connection gave by itself, and forget them."""
         output, self._output = self._output, []

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from kvtierd.core import stimuli
+from kvtierd.core import handover, stimuli
 from kvtierd.core.effects import Attached, ErrorCode, Refused
 from kvtierd.core.invariants import validate
 from kvtierd.core.ledger import Held, Placed, PoolState, Shaped
@@ -208,3 +208,59 @@ def test_no_life_of_engines_and_daemons_ends_in_a_wrong_byte(seed):
             for one in engines:  # a copy that nobody waits for any more goes on at its own pace
                 one.finish(life, [slot for _, slot, _ in one.copies if rng.random() < 0.3])
         validate(life.ladder)
+
+
+def take_over(life):
+    """Return a rig whose ladder goes on with what another one was in the middle of."""
+    heir = LadderRig(life.ladder.stack.primary.extents.units, attach=False)
+    heir.now = life.now + 1000  # clocks of two processes need not agree
+    heir.memory, heir.session = life.memory, life.session
+    heir._session, heir._request = life._session, life._request
+    live = handover.live(life.ladder, life.now)
+    restore(heir.ladder, handover.pool_state(life.ladder), heir.now, live=live)
+    heir.ladder.take_events()
+    validate(heir.ladder)
+    return heir
+
+
+def test_a_takeover_goes_on_in_the_middle_of_stores_and_loads():
+    life = LadderRig(8)
+    life.store(1, 2)
+    job = life.prepare([key(3), key(4)], [meta(3), meta(4)])
+    lease = life.load(1, 2).lease
+    heir = take_over(life)
+    assert heir.commit(job).stored == (key(3), key(4))
+    heir.release(heir.load(3, 4).lease)
+    heir.evict(1, 2)
+    assert len(heir.prepare([key(n) for n in range(20, 28)]).keys) == 6, "leased slots stay"
+    heir.release(lease)
+    assert len(heir.prepare([key(n) for n in range(30, 38)]).keys) == 2
+    validate(heir.ladder)
+
+
+def test_a_takeover_keeps_deadlines_failed_keys_and_blocks_that_vanished_in_mid_store():
+    life = LadderRig(8, job_ttl=60.0)
+    job = life.prepare([key(1), key(2), key(3)], [None] * 3)
+    life.ask(stimuli.Fail, job=job.job, keys=(key(2),))
+    life.advance(50)
+    heir = take_over(life)
+    heir.advance(5)
+    assert heir.commit(job).stored == (key(1), key(3))
+    life = LadderRig(8, job_ttl=60.0)
+    job = life.prepare([key(1), key(2)], [None] * 2)
+    life.reset()
+    heir = take_over(life)
+    assert heir.commit(job).stored == ()
+    assert len(heir.prepare([key(n) for n in range(8)]).keys) == 8
+    validate(heir.ladder)
+
+
+def test_what_was_quarantined_stays_so_and_the_processes_are_asked_again():
+    life = LadderRig(8)
+    life.prepare([key(n) for n in range(5)])
+    life.advance(100)
+    heir = take_over(life)
+    assert len(heir.prepare([key(n) for n in range(10, 18)]).keys) == 3
+    assert [session for session, _ in heir.notices] == [heir.session]
+    heir.ask(stimuli.Acknowledge, fence=heir.notices[-1][1].fence)
+    assert len(heir.prepare([key(n) for n in range(20, 28)]).keys) == 5

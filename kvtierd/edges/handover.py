@@ -1,0 +1,175 @@
+"""The socket of a takeover: frames and descriptors between two daemons, each step with a deadline.
+
+Everything here blocks; call it in a thread.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvtierd.errors import ExitCode, KvtierdError
+from kvtierd.wire.frames import MAX_BODY, Unreadable, check
+from kvtierd.wire.handover import Ask, Go, Handed, Message, Refusal, Taken, decode, encode
+
+NAME = "takeover.sock"
+FDS_PER_MESSAGE = 200
+"""The kernel takes 253."""
+STEP_SECONDS = 10.0
+"""For each message of the other daemon."""
+_HEAD = 8
+
+
+class CannotTakeOver(KvtierdError):
+    """The running daemon refused, or did not answer; it goes on."""
+
+    exit_code = ExitCode.CANT_CREATE
+
+
+class Peer:
+    """The other daemon. ``descriptors``: those that came and were not taken yet."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.descriptors: list[int] = []
+        sock.setblocking(True)
+
+    def uid(self) -> int:
+        """Return the user of the other process."""
+        found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        uid: int = struct.unpack("3i", found)[1]
+        return uid
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; descriptors go along with its first bytes.
+
+        Raises:
+            OSError: the other one is gone, or does not read.
+        """
+        self._sock.settimeout(STEP_SECONDS)
+        data = memoryview(encode(message))
+        chunks = [
+            descriptors[at : at + FDS_PER_MESSAGE] for at in range(0, len(descriptors), FDS_PER_MESSAGE)
+        ]
+        for number, chunk in enumerate(chunks):  # each chunk needs a byte of its own to travel with
+            sent = socket.send_fds(self._sock, [data[number : number + 1]], list(chunk))
+            assert sent == 1
+        self._sock.sendall(data[len(chunks) :])
+
+    def receive(self, seconds: float = STEP_SECONDS) -> Message:
+        """Return the next message; its descriptors are in :attr:`descriptors`.
+
+        Raises:
+            OSError: the other one is gone or silent.
+            Unreadable: it said something else.
+        """
+        until = time.monotonic() + seconds
+        head = self._read(_HEAD, until)
+        length = int.from_bytes(head[:4], "little")
+        if not 0 < length <= MAX_BODY:
+            raise Unreadable(f"a message of {length} bytes")
+        return decode(check(head, self._read(length, until)))
+
+    def _read(self, count: int, until: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._sock.settimeout(max(0.001, until - time.monotonic()))
+            space = socket.CMSG_SPACE(FDS_PER_MESSAGE * array.array("i").itemsize)
+            part, ancillary, flags, _ = self._sock.recvmsg(
+                min(count - len(data), 1 << 20), space, socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, raw in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    got = array.array("i")
+                    got.frombytes(raw[: len(raw) - len(raw) % got.itemsize])
+                    self.descriptors.extend(got)
+            if flags & socket.MSG_CTRUNC:
+                raise Unreadable("descriptors were lost: the limit of open files is too low")
+            if not part:
+                raise ConnectionResetError("the other daemon is gone")
+            data += part
+        return bytes(data)
+
+    def close(self) -> None:
+        """Close the socket and the descriptors that nobody took."""
+        self._sock.close()
+        for descriptor in self.descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+        self.descriptors = []
+
+
+class Inheritance:
+    """What a running daemon handed over; :meth:`confirm` before anything of it is used."""
+
+    def __init__(self, peer: Peer | None, handed: Handed, descriptors: Sequence[int]) -> None:
+        self.handed = handed
+        self._peer = peer
+        self._descriptors = list(descriptors)
+
+    def take(self, name: str) -> int | None:
+        """Return a descriptor by its name, once; it belongs to the caller then."""
+        for index, other in enumerate(self.handed.names):
+            if other == name and self._descriptors[index] >= 0:
+                descriptor, self._descriptors[index] = self._descriptors[index], -1
+                return descriptor
+        return None
+
+    def confirm(self) -> None:
+        """Say that everything is ready, and wait for the word to serve.
+
+        Raises:
+            CannotTakeOver: it does not come; the other daemon goes on.
+        """
+        if self._peer is None:
+            return
+        try:
+            self._peer.send(Taken())
+            answer = self._peer.receive()
+        except (OSError, Unreadable) as error:
+            raise CannotTakeOver(f"takeover: the running daemon does not let go: {error}") from None
+        if not isinstance(answer, Go):
+            raise CannotTakeOver("takeover: the running daemon did not let go")
+
+    def close(self) -> None:
+        """Close what was not taken."""
+        if self._peer is not None:
+            self._peer.close()
+        for descriptor in self._descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptors = []
+
+
+def ask(runtime_dir: Path, request: Ask) -> Inheritance:
+    """Ask the running daemon to hand over; returns when it has stopped serving.
+
+    Raises:
+        CannotTakeOver: with its reason.
+    """
+    path = runtime_dir / NAME
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    peer = Peer(sock)
+    try:
+        sock.settimeout(STEP_SECONDS)
+        sock.connect(str(path))
+        peer.send(request)
+        answer = peer.receive(2 * STEP_SECONDS)
+        if isinstance(answer, Refusal):
+            raise CannotTakeOver(f"takeover: refused: {answer.reason}")
+        if not isinstance(answer, Handed) or len(answer.names) != len(peer.descriptors):
+            raise CannotTakeOver("takeover: the running daemon sent something else than what was asked for")
+    except (OSError, Unreadable) as error:
+        peer.close()
+        raise CannotTakeOver(f"takeover: {path}: {error}: is a daemon running there?") from None
+    except CannotTakeOver:
+        peer.close()
+        raise
+    descriptors, peer.descriptors = peer.descriptors, []
+    return Inheritance(peer, answer, descriptors)

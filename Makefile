@@ -45,6 +45,12 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 	.venvs/vllm/bin/python $(PIP) --no-deps --no-cache-dir --no-compile --target .venvs/vllm-older -r $<
 	@touch $@
 
+# SGLang's HiCache classes alone, without the engine's own requirements, over the same environment.
+.venvs/sglang/$(STAMP): tests/requirements/sglang.txt .venvs/vllm/$(STAMP)
+	rm -rf .venvs/sglang
+	.venvs/vllm/bin/python $(PIP) --no-deps --no-cache-dir --no-compile --target .venvs/sglang -r $<
+	@touch $@
+
 .venvs/dynamo/$(STAMP): tests/requirements/dynamo.txt
 	$(PYTHON) -m venv .venvs/dynamo
 	.venvs/dynamo/bin/python $(PIP) -r $<
@@ -88,7 +94,7 @@ unit: $(VENV)/$(STAMP)-test
 object: $(VENV)/$(STAMP)-test .venvs/seaweedfs/$(STAMP)
 	$(BIN)/pytest -m object
 
-engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP)
+engine: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/sglang/$(STAMP)
 	$(BIN)/pytest -m engine
 
 router: $(VENV)/$(STAMP)-test .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
@@ -106,7 +112,7 @@ manifests:
 	@{ sed -n '1,/^---$$/p' deploy/kubernetes/pod.yaml; kubectl kustomize deploy/kubernetes/overlays/minimal; } > pod.yaml.new
 	@mv pod.yaml.new deploy/kubernetes/pod.yaml
 
-test: lint .venvs/deploy/$(STAMP) .venvs/node/$(STAMP) .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
+test: lint .venvs/deploy/$(STAMP) .venvs/node/$(STAMP) .venvs/seaweedfs/$(STAMP) .venvs/vllm/$(STAMP) .venvs/vllm-older/$(STAMP) .venvs/sglang/$(STAMP) .venvs/dynamo/$(STAMP) .venvs/vllm-router/$(STAMP)
 	$(BIN)/pytest
 
 soak: $(VENV)/$(STAMP)-test

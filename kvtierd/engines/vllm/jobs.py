@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvtierd.core.model import BlockKey, BlockMeta, Scope, SkipReason
-from kvtierd.engines.vllm.guard import Guard
+from kvtierd.engines.guard import Guard
 from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.transfer import NO_SLOT, PoolSpec, WorkerReport
 

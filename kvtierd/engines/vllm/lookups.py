@@ -20,8 +20,8 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtierd.core.model import BlockKey, KeyState
+from kvtierd.engines.guard import Guard
 from kvtierd.engines.vllm.chain import Chain
-from kvtierd.engines.vllm.guard import Guard
 from kvtierd.engines.vllm.scope import RequestScope
 from kvtierd.errors import RequestRefused
 

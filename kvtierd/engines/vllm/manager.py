@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtierd.engines.guard import Guard
 from kvtierd.engines.vllm.chain import Chain
-from kvtierd.engines.vllm.guard import Guard
 from kvtierd.engines.vllm.identity import GroupShape, Identity
 from kvtierd.engines.vllm.jobs import Jobs
 from kvtierd.engines.vllm.lookups import Lookups

@@ -29,8 +29,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import BlockKey
+from kvtierd.engines.guard import Guard
 from kvtierd.engines.vllm.copies import Copier, Piece, copier_for
-from kvtierd.engines.vllm.guard import Guard
 from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.transfer import NO_SLOT, PoolSpec, WorkerReport
 

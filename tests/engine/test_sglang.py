@@ -1,4 +1,4 @@
-"""The promises of the SGLang backend, checked with SGLang's own classes (``sglang_checks.py``), one by one."""
+"""The promises of the SGLang backend, one by one, checked with SGLang's own classes."""
 
 from __future__ import annotations
 

@@ -32,6 +32,8 @@ from kvtierd.edges.opening import Opening, Openings
 from kvtierd.edges.peers import Allowed
 from kvtierd.edges.pool import Found, Pool
 from kvtierd.edges.status_page import page_routes
+from kvtierd.edges.traces import open_traces
+from kvtierd.edges.trail import Trail
 from kvtierd.edges.unix_socket import CannotCreate, Permissions, make_folder
 from kvtierd.logs.events import event
 from kvtierd.report import Report
@@ -67,6 +69,11 @@ def make_admin(address: str, report: Report) -> AdminServer:
     """Return the server of probes, status, metrics and the status page."""
     routes = {"/metrics": metrics_route(report.figures), **page_routes(report.page)}
     return AdminServer(address, report.health, report.status, routes)
+
+
+def make_trail(tier_file: TierFile) -> Trail:
+    """Return what tells of turns. Spans take a while to set up: call it off the loop."""
+    return Trail(open_traces() if tier_file.traces.enabled else None)
 
 
 def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]) -> Ladder:

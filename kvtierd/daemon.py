@@ -25,7 +25,7 @@ from kvtierd.core.guard import Guard
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Block
-from kvtierd.edges import control, pinning, trail
+from kvtierd.edges import control, pinning
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
@@ -39,6 +39,7 @@ from kvtierd.edges.movers import Mover
 from kvtierd.edges.opening import Openings
 from kvtierd.edges.pool import Pool
 from kvtierd.edges.pulse import Pulse
+from kvtierd.edges.trail import Trail
 from kvtierd.edges.unix_socket import lock_folder, make_folder, unlock_folder
 from kvtierd.edges.watch import BEAT_SECONDS, Watch
 from kvtierd.errors import InvariantBroken, PoolError
@@ -64,6 +65,7 @@ class Daemon:
         """Whether another daemon serves in this one's place."""
         self._ticking = False
         self.report = Report(self)
+        self._trail = Trail()
         self.state = "starting"
         self._paranoid = paranoid
         self._stop = asyncio.Event()
@@ -158,6 +160,7 @@ class Daemon:
         backends = assembly.make_backends(config)
         self._openings = openings = assembly.make_openings(config, backends, self._loop)
         openings.start()
+        self._trail = await self._loop.run_in_executor(None, assembly.make_trail, config)
         await self._prefault(pool)
         await self._loop.run_in_executor(None, pinning.pin, pool, config.pool.pin)
         if inheritance is None:
@@ -300,7 +303,7 @@ class Daemon:
         for stimulus in batch:
             now = self._loop.time()
             guard.note(stimulus, now)
-            trail.ended(ladder.stack, stimulus)
+            self._trail.before(ladder.stack, stimulus)
             todo += ladder.handle(stimulus, now)
         guard.check()
         if self._kept is not None:
@@ -309,10 +312,10 @@ class Daemon:
             if isinstance(effect, effects.Answer):
                 answers[effect.session].append(effect.reply)
             else:
-                trail.started(ladder.stack, effect)
+                self._trail.started(ladder.stack, effect)
                 self._movers[effect.tier].submit(effect)
         for session, replies in answers.items():
-            trail.answered(ladder.sessions, session, replies)
+            self._trail.answered(ladder.sessions, session, replies)
             self._deliver(session, replies)
         events = ladder.take_events()
         scanned = [found.tier for found in batch if isinstance(found, stimuli.Found) and found.last]
@@ -416,6 +419,7 @@ class Daemon:
                 server.close()
         if self._admin is not None:
             await self._admin.close()
+        await self._loop.run_in_executor(None, self._trail.close)
         log.info("stopped", extra=event("stopped"))
 
     async def _end_stream(self, deadline: float, *, keep: bool) -> None:

@@ -175,6 +175,7 @@ def prepare_store(
     meta: Sequence[BlockMeta | None] | None,
     scope: Scope | None,
     view: SessionView,
+    traceparent: str | None = None,
 ) -> Flow[J]:
     """Reserve slots for keys that are not there yet.
 
@@ -184,7 +185,7 @@ def prepare_store(
     asked, described = tuple(keys), tuple(meta or ())
     if described and len(described) != len(asked):
         raise ValueError(f"{len(described)} metadata for {len(asked)} keys")
-    build = partial(stimuli.PrepareStore, keys=asked, meta=described, scope=scope)
+    build = partial(stimuli.PrepareStore, keys=asked, meta=described, scope=scope, traceparent=traceparent)
     reply: effects.Prepared | Miss = yield Verb(build, effects.Prepared)
     if isinstance(reply, Miss):
         return make(reason=reply.reason)
@@ -232,10 +233,15 @@ def fail(job: int, keys: Iterable[BlockKey]) -> Flow[bool]:
 
 
 def load(
-    make: Callable[..., L], keys: Iterable[BlockKey], deadline: float, scope: Scope | None, view: SessionView
+    make: Callable[..., L],
+    keys: Iterable[BlockKey],
+    deadline: float,
+    scope: Scope | None,
+    view: SessionView,
+    traceparent: str | None = None,
 ) -> Flow[L]:
     """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
-    build = partial(stimuli.Load, keys=tuple(keys), deadline=deadline, scope=scope)
+    build = partial(stimuli.Load, keys=tuple(keys), deadline=deadline, scope=scope, traceparent=traceparent)
     reply: effects.Loaded | Miss = yield Verb(build, effects.Loaded, patience=deadline)
     if isinstance(reply, Miss):
         return make(reason=reply.reason)

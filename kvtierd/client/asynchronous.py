@@ -109,19 +109,28 @@ class AsyncSession(SessionBase):
         keys: Iterable[BlockKey],
         meta: Sequence[BlockMeta | None] | None = None,
         scope: Scope | None = None,
+        *,
+        traceparent: str | None = None,
     ) -> AsyncJob:
-        """Reserve a slot for each key that is not there yet."""
-        return await self._run(_verbs.prepare_store(partial(AsyncJob, session=self), keys, meta, scope, self))
+        """Reserve a slot for each key that is not there yet; ``traceparent``: the caller's span."""
+        make = partial(AsyncJob, session=self)
+        return await self._run(_verbs.prepare_store(make, keys, meta, scope, self, traceparent))
 
     async def fail(self, job: int, keys: Iterable[BlockKey]) -> bool:
         """Report a worker's failed copies before the scheduler commits the job."""
         return await self._run(_verbs.fail(job, keys))
 
     async def load(
-        self, keys: Iterable[BlockKey], deadline: float = 0.5, scope: Scope | None = None
+        self,
+        keys: Iterable[BlockKey],
+        deadline: float = 0.5,
+        scope: Scope | None = None,
+        *,
+        traceparent: str | None = None,
     ) -> AsyncLoaded:
         """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
-        return await self._run(_verbs.load(partial(AsyncLoaded, session=self), keys, deadline, scope, self))
+        make = partial(AsyncLoaded, session=self)
+        return await self._run(_verbs.load(make, keys, deadline, scope, self, traceparent))
 
     async def put(self, key: BlockKey, data: bytes | memoryview, meta: BlockMeta | None = None) -> bool:
         """Store one block (the ranks' parts one after another); True when it is in the pool."""

@@ -109,17 +109,28 @@ class Session(SessionBase):
         keys: Iterable[BlockKey],
         meta: Sequence[BlockMeta | None] | None = None,
         scope: Scope | None = None,
+        *,
+        traceparent: str | None = None,
     ) -> Job:
-        """Reserve a slot for each key that is not there yet."""
-        return self._run(_verbs.prepare_store(partial(Job, session=self), keys, meta, scope, self))
+        """Reserve a slot for each key that is not there yet; ``traceparent``: the caller's span."""
+        make = partial(Job, session=self)
+        return self._run(_verbs.prepare_store(make, keys, meta, scope, self, traceparent))
 
     def fail(self, job: int, keys: Iterable[BlockKey]) -> bool:
         """Report a worker's failed copies before the scheduler commits the job."""
         return self._run(_verbs.fail(job, keys))
 
-    def load(self, keys: Iterable[BlockKey], deadline: float = 0.5, scope: Scope | None = None) -> Loaded:
+    def load(
+        self,
+        keys: Iterable[BlockKey],
+        deadline: float = 0.5,
+        scope: Scope | None = None,
+        *,
+        traceparent: str | None = None,
+    ) -> Loaded:
         """Lease the slots of the leading keys that can be had within ``deadline`` seconds."""
-        return self._run(_verbs.load(partial(Loaded, session=self), keys, deadline, scope, self))
+        make = partial(Loaded, session=self)
+        return self._run(_verbs.load(make, keys, deadline, scope, self, traceparent))
 
     def put(self, key: BlockKey, data: bytes | memoryview, meta: BlockMeta | None = None) -> bool:
         """Store one block (the ranks' parts one after another); True when it is in the pool."""

@@ -229,6 +229,16 @@ class Log(Section):
     format: Literal["auto", "json", "text"] = "auto"
 
 
+class Traces(Section):
+    """OpenTelemetry spans of stores and loads, as children of the engine's own.
+
+    They need the packages of the extra ``traces``; where they go, and how many, is set by OpenTelemetry's own
+    variables (``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_TRACES_SAMPLER``).
+    """
+
+    enabled: bool = False
+
+
 class TierFile(Section):
     """A whole tier file. The order of ``tiers`` is the order in which their events are drained."""
 
@@ -240,6 +250,7 @@ class TierFile(Section):
     events: Events = Events()
     admin: Admin = Admin()
     log: Log = Log()
+    traces: Traces = Traces()
     access: Access = Access()
     engine: Engine = Engine()
 

@@ -17,6 +17,8 @@ from msgspec import Meta
 
 from kvtierd.core.model import Block, BlockId, BlockMeta, Index, Layout, Name, Scope, Seconds, WireKey
 
+TraceParent = Annotated[str, Meta(max_length=128)]
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Base of all requests; a tagged map on the wire."""
@@ -58,11 +60,15 @@ class Lookup(Request, frozen=True, kw_only=True, tag="lookup"):
 
 
 class PrepareStore(Request, frozen=True, kw_only=True, tag="prepare_store"):
-    """Reserve a slot for each key that is not there yet. ``meta`` is empty or parallel to ``keys``."""
+    """Reserve a slot for each key that is not there yet. ``meta`` is empty or parallel to ``keys``.
+
+    ``traceparent``: the engine's span that this belongs to, as W3C Trace Context writes it.
+    """
 
     keys: tuple[WireKey, ...]
     meta: tuple[BlockMeta | None, ...] = ()
     scope: Scope | None = None
+    traceparent: TraceParent | None = None
 
 
 class Commit(Request, frozen=True, kw_only=True, tag="commit"):
@@ -88,11 +94,15 @@ class Fail(Request, frozen=True, kw_only=True, tag="fail"):
 
 
 class Load(Request, frozen=True, kw_only=True, tag="load"):
-    """Lease the slots of the leading keys, promoting from secondary tiers until ``deadline`` seconds."""
+    """Lease the slots of the leading keys, promoting from secondary tiers until ``deadline`` seconds.
+
+    ``traceparent`` as in :class:`PrepareStore`.
+    """
 
     keys: tuple[WireKey, ...]
     deadline: Seconds = 0.0
     scope: Scope | None = None
+    traceparent: TraceParent | None = None
 
 
 class Release(Request, frozen=True, kw_only=True, tag="release"):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import Reply
 from kvtierd.core.sessions import Sessions
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Finished, Status, Stimulus
 from kvtierd.edges.mover_work import Work, ids_of
+from kvtierd.edges.traces import Traces
 from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,35 @@ _IDS = ("job", "generation", "lease", "code")
 _COUNTS = ("keys", "stored", "skipped", "states", "slots")
 _FAULTS = (Status.FAILED, Status.FULL, Status.CORRUPT)
 MAX_GENERATIONS = 8
+
+
+class Trail:
+    """What the daemon tells of its turns: the log's lines and, where wanted, spans."""
+
+    def __init__(self, traces: Traces | None = None) -> None:
+        self._traces = traces
+
+    def before(self, stack: Stack, stimulus: Stimulus) -> None:
+        """Note what the core is about to take in."""
+        ended(stack, stimulus)
+        if self._traces is not None:
+            self._traces.before(stimulus)
+
+    def started(self, stack: Stack, effect: Work) -> None:
+        """Note a tier's operation that is about to begin."""
+        started(stack, effect)
+
+    def answered(self, sessions: Sessions, number: int, replies: Sequence[Reply]) -> None:
+        """Note a session's answers."""
+        answered(sessions, number, replies)
+        if self._traces is not None:
+            for reply in replies:
+                self._traces.answered(number, reply)
+
+    def close(self) -> None:
+        """Tell no more."""
+        if self._traces is not None:
+            self._traces.close()
 
 
 def answered(sessions: Sessions, number: int, replies: Iterable[Reply]) -> None:

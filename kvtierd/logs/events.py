@@ -62,6 +62,7 @@ EVENTS = {
     "tier_indexed": "a tier's content is known",
     "tier_stalled": "a tier's operation takes longer than its deadline",
     "tier_unfinished": "operations of a tier did not end in time at the stop",
+    "traces_unavailable": "traces are wanted and their packages are not there",
     "turn_failed": "a bug: the daemon ends so that nothing wrong is served or told",
 }
 RESERVED = frozenset({"ts", "level", "event", "logger", "message", "exception", "stack", "left_out"})

@@ -44,6 +44,7 @@ META = BlockMeta(
     spec_kind="sliding_window",
     sliding_window=1024,
 )
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 CLIENT = [
     messages.Hello(id=1, versions=(1, 2), features=("f",), required=("r",), client="golden/1"),
     messages.StatusRequest(id=2),
@@ -60,12 +61,16 @@ CLIENT = [
         scope=Scope(load_from=("disk",)),
     ),
     stimuli.PrepareStore(
-        id=5, keys=(K1, K2), meta=(META, None), scope=Scope(load_from=("disk",), store_to=())
+        id=5,
+        keys=(K1, K2),
+        meta=(META, None),
+        scope=Scope(load_from=("disk",), store_to=()),
+        traceparent=TRACE,
     ),
     stimuli.Commit(id=6, job=9, generation=3, pool_id="ab12", failed=(K2,)),
     stimuli.Abort(id=7, job=9),
     stimuli.Fail(id=8, job=9, keys=(K2,)),
-    stimuli.Load(id=9, keys=(K1,), deadline=0.25, scope=Scope(load_from=("disk",))),
+    stimuli.Load(id=9, keys=(K1,), deadline=0.25, scope=Scope(load_from=("disk",)), traceparent=TRACE),
     stimuli.Release(id=10, lease=4),
     stimuli.Renew(id=19, numbers=(4, 9)),
     stimuli.Touch(id=11, keys=(K1,)),

@@ -58,6 +58,12 @@ def _life(status: Status) -> Iterator[Advice]:
             f"Starting: {human_size(done)} of {human_size(size)} of the pool are pre-faulted.",
             "Wait. Engines can attach when this is done; pool.prefault_threads makes it faster.",
         )
+    elif state == "draining":
+        yield Advice(
+            WARNING,
+            "Drained by an operator: no stores are taken, /readyz answers 503.",
+            "Stop the daemon when everything is written (kvtierd drain tells), or kvtierd drain --undo.",
+        )
     elif state in ("stopping", "aborting"):
         yield Advice(NOTE, "Stopping: engines are told to recompute.", "Nothing: it ends by itself.")
     for what, seconds in status.get("hanging", {}).items():

@@ -25,7 +25,8 @@ from kvtierd.core.guard import Guard
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Block
-from kvtierd.edges import control, pinning
+from kvtierd.core.refusal import unknown_tier
+from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
@@ -44,6 +45,7 @@ from kvtierd.edges.unix_socket import lock_folder, make_folder, unlock_folder
 from kvtierd.edges.watch import BEAT_SECONDS, Watch
 from kvtierd.errors import InvariantBroken, PoolError
 from kvtierd.logs.events import event
+from kvtierd.orders import Orders
 from kvtierd.report import Report
 from kvtierd.takeover import Takeover
 
@@ -66,6 +68,7 @@ class Daemon:
         self._ticking = False
         self.report = Report(self)
         self._trail = Trail()
+        self.orders = Orders(self)
         self.state = "starting"
         self._paranoid = paranoid
         self._stop = asyncio.Event()
@@ -248,12 +251,12 @@ class Daemon:
             turn=self.turn,
             status=self.report.status,
             survey=self._begin_survey if pool is None else None,
-            orders=control.ORDERS if pool is None else None,
+            orders=self.orders.table if pool is None else None,
             liveness=liveness,
             pool_fd=pool.fd if pool is not None else None,
             **assembly.socket_rules(self.tier_file, pool is None),
             daemon=f"kvtierd {__version__}",
-            numbers=itertools.count(first),
+            numbers=itertools.count(first) if pool is not None else itertools.count(-1, -1),
         )
 
     def _usable(self, tier: str, reason: str, stalled: bool) -> None:
@@ -328,6 +331,11 @@ class Daemon:
         self._arm(ladder.next_deadline())
 
     def _deliver(self, session: int, replies: Sequence[effects.Reply]) -> None:
+        """Send answers; sessions of the control socket have numbers below zero."""
+        if session < 0:
+            assert self._control is not None
+            self._control.deliver(session, replies)
+            return
         assert self._engine is not None
         for reply in replies:
             if isinstance(reply, effects.Attached):
@@ -484,7 +492,7 @@ class Daemon:
             return "the tiers are not open yet"
         stack = self._ladder.stack
         if tier is not None and tier not in stack.names:
-            return f"no tier is named {tier!r}; the tiers are {', '.join(stack.names)}"
+            return unknown_tier(tier, stack.names)
         return Survey(stack, tier)
 
 

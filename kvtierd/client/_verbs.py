@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from kvtierd.client._link import STALE, Miss, Verb
+from kvtierd.client._link import STALE, Miss, R, Verb
 from kvtierd.client._mapping import Region
 from kvtierd.core import effects, stimuli
 from kvtierd.core.effects import InventoryEntry, Skipped
@@ -41,6 +41,11 @@ STATUS = Verb(StatusRequest, StatusReport)
 def log_level(level: Level | None) -> Verb[LogLevel]:
     """Return the request that changes or asks for the level of the daemon's log."""
     return Verb(partial(LogLevelRequest, level=level), LogLevel)
+
+
+def order(request: type[stimuli.Request], reply: type[R], **fields: Any) -> Verb[R]:
+    """Return an operator's request; only the control socket takes it."""
+    return Verb(partial(request, **fields), reply)
 
 
 def survey(tier: str | None, cursor: int) -> Verb[SurveyPage]:

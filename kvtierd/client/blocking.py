@@ -262,6 +262,15 @@ class Client:
         """
         return self._once(_verbs.log_level(level)).level
 
+    def order(self, request: type[Request], reply: type[R], **fields: Any) -> R:
+        """Have an operator's request with these fields carried out; return the answer.
+
+        Raises:
+            Unavailable: no daemon answers within the deadline.
+            RequestRefused: this is not the control socket, or the daemon says why not.
+        """
+        return self._once(_verbs.order(request, reply, **fields))
+
     def _once(self, verb: Verb[R]) -> R:
         """Ask what needs no session, on a connection of its own."""
         line = self._line(None)

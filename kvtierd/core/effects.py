@@ -123,6 +123,20 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
     count: int = 0
 
 
+class Removed(Reply, frozen=True, kw_only=True, tag="removed"):
+    """What an operator's request removed (with ``dry_run``: would have), by tier.
+
+    ``namespaces``: those it looked at. ``unknown``: those it left alone since no engine has told their model
+    and tenant. ``left``: blocks that were to go and are in use.
+    """
+
+    blocks: dict[str, int]
+    bytes: dict[str, int]
+    namespaces: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    left: int = 0
+
+
 class InventoryEntry(msgspec.Struct, frozen=True, array_like=True):
     """One residency: a block in a tier, with the hashes that its events carry."""
 
@@ -163,7 +177,9 @@ class Revoked(Reply, frozen=True, kw_only=True, tag="revoked"):
     fence: int
 
 
-LadderReply = Refused | Attached | LookedUp | Prepared | Committed | Loaded | Done | InventoryPage | Revoked
+LadderReply = (
+    Refused | Attached | LookedUp | Prepared | Committed | Loaded | Done | InventoryPage | Removed | Revoked
+)
 
 
 @dataclass(frozen=True, slots=True)

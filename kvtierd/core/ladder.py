@@ -20,7 +20,8 @@ from kvtierd.core.holdings import Limit
 from kvtierd.core.ledger import Change, Counters
 from kvtierd.core.loads import Loads
 from kvtierd.core.model import BlockKey, Departure, TierEvent, block_ids, group_of
-from kvtierd.core.refusal import Refusal, check_meta
+from kvtierd.core.operator import Operator
+from kvtierd.core.refusal import Refusal, check_meta, check_tiers
 from kvtierd.core.resets import Resets
 from kvtierd.core.residency import leaf_first
 from kvtierd.core.sessions import Session, Sessions
@@ -70,6 +71,8 @@ class Ladder:
         )
         self.inventory = inventory.Pages(self.stack)
         self.resets = Resets(self.stack)
+        self.operator = Operator(self.stack, self.resets)
+        self.takes_stores = True
         self.stopping = False
         self.awaits_until = math.inf
         """When blocks of engines that did not come back to their pool may give way to other layouts."""
@@ -99,14 +102,19 @@ class Ladder:
         match stimulus:
             case stimuli.Asked(session, request):
                 self._asked(session, request)
+            case stimuli.Ordered(session, order):
+                self._ordered(session, order)
             case stimuli.SessionClosed(session):
                 self._close(session)
             case stimuli.ProcessDied(process):
                 self.custody.process_gone(process)
             case stimuli.Tick():
                 self._tick()
-            case stimuli.Drain():
+            case stimuli.Drain(stores):
+                self.takes_stores = self.takes_stores and stores
                 self.cascade.write_down()
+            case stimuli.Resume():
+                self.takes_stores = True
             case stimuli.Stop():
                 self._stop(stimulus)
             case _:
@@ -136,9 +144,10 @@ class Ladder:
     def next_deadline(self) -> float | None:
         """Return when a waiting load has to be answered by a Tick, or ``None``.
 
-        Jobs and leases may end a little late; ticking now and then is enough for them.
+        Jobs and leases may end a little late; ticking now and then is enough for them. What an operator began
+        goes on with the next Tick.
         """
-        return self.loads.next_deadline()
+        return self.stack.now if self.operator.busy else self.loads.next_deadline()
 
     def statistics(self) -> dict[str, Any]:
         """Return plain values for status and metrics."""
@@ -157,6 +166,8 @@ class Ladder:
             if session is None:
                 raise Refusal(ErrorCode.NOT_ATTACHED, f"{type(request).__name__} needs an attach first")
             self._check(session, request)
+            if not self.takes_stores and isinstance(request, stimuli.PrepareStore):
+                raise Refusal(ErrorCode.STOPPING, "the daemon is being drained and takes no stores")
             if problem := self.limit.problem(session, request):
                 raise Refusal(ErrorCode.BUSY, problem)
             self._handlers[type(request)](session, request)
@@ -180,15 +191,20 @@ class Ladder:
         named: list[str] = list(getattr(request, "tiers", None) or ())
         if isinstance(request, stimuli.Inventory) and request.tier is not None:
             named.append(request.tier)
-        for name in named:
-            if name not in self.stack.names:
-                known = ", ".join(self.stack.names)
-                raise Refusal(ErrorCode.UNKNOWN_TIER, f"no tier is named {name!r}; the tiers are {known}")
+        check_tiers(named, self.stack.names)
         scope = getattr(request, "scope", None)
         if scope is not None:
             for pattern in (*(scope.load_from or ()), *(scope.store_to or ())):
                 if wrong := scopes.problem(pattern, self.stack.tiers):
                     raise Refusal(ErrorCode.UNKNOWN_TIER, f"scope: {wrong}")
+
+    def _ordered(self, number: int, request: stimuli.OperatorRequest) -> None:
+        if self.stopping:
+            message = "the daemon is stopping"
+            self.stack.answer(number, Refused(id=request.id, code=ErrorCode.STOPPING, message=message))
+            return
+        self.operator.ordered(number, request)
+        self.loads.cancelled()
 
     def _attach(self, number: int, request: stimuli.Attach) -> None:
         if number in self.sessions.open:
@@ -245,7 +261,12 @@ class Ladder:
 
     def _reset(self, session: Session, request: stimuli.Reset) -> None:
         tiers = self.stack.names if request.tiers is None else request.tiers
-        self.resets.begin(session.number, request.id, session.namespace, tiers)
+        self.resets.begin(
+            session.number,
+            frozenset((session.namespace,)),
+            tiers,
+            lambda gone: Done(id=request.id, count=gone.blocks.total()),
+        )
         self.loads.cancelled()
 
     def _acknowledge(self, session: Session, request: stimuli.Acknowledge) -> None:
@@ -279,6 +300,7 @@ class Ladder:
 
     def _tick(self) -> None:
         now = self.stack.now
+        self.operator.go_on()
         if now >= self.awaits_until:
             for space in self.stack.primary.spaces.values():
                 space.awaited.clear()
@@ -354,6 +376,7 @@ class Ladder:
         """Answer what waits and announce that the pool's blocks go away with the process, if they do."""
         self.stopping = True
         self.loads.finish_all()
+        self.operator.finish_all()
         if stop.keep_pool:
             return
         for space in self.stack.primary.spaces.values():

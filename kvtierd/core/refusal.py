@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtierd.core import stimuli
 from kvtierd.core.effects import ErrorCode
@@ -18,6 +19,25 @@ class Refusal(Exception):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def check_tiers(wanted: Iterable[str], known: Sequence[str]) -> None:
+    """Check names of tiers.
+
+    Raises:
+        Refusal: one is none; the message names the nearest and all there are.
+    """
+    for name in wanted:
+        if name not in known:
+            raise Refusal(ErrorCode.UNKNOWN_TIER, unknown_tier(name, known))
+
+
+def unknown_tier(name: str, known: Sequence[str]) -> str:
+    """Return what to say of a tier that does not exist."""
+    name = name[:64]  # the sender may have made it as long as a message
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"no tier is named {name!r}; {meant}the tiers are {', '.join(known)}"
 
 
 def check_meta(request: stimuli.PrepareStore) -> None:

@@ -5,23 +5,23 @@ A reset follows a change of weights, so a block that came back after a crash wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvtierd.core.effects import Done
+from kvtierd.core.effects import LadderReply
 from kvtierd.core.model import BlockId
-from kvtierd.core.stack import Stack
+from kvtierd.core.stack import Removals, Stack
 from kvtierd.core.tier import SecondaryTier
 
 
 @dataclass(slots=True)
 class _Waiting:
     session: int
-    request: int
-    count: int
+    answer: LadderReply
     left: dict[str, set[BlockId]]
     """By tier: blocks whose deletion is under way, or due when their write ends."""
-    namespace: str
+    namespaces: Collection[str] | None
+    """``None``: all."""
     scans: set[str]
     """Tiers whose scan has to end before it is known what is to be deleted."""
 
@@ -36,10 +36,16 @@ class Resets:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def begin(self, session: int, request: int, namespace: str, tiers: Sequence[str]) -> None:
-        """Remove a namespace from tiers; answer now or when its storage is gone."""
-        count = self._stack.reset(namespace, tiers)
-        waiting = _Waiting(session, request, count, {}, namespace, set())
+    def begin(
+        self,
+        session: int,
+        namespaces: Collection[str] | None,
+        tiers: Sequence[str],
+        answer: Callable[[Removals], LadderReply],
+    ) -> None:
+        """Remove namespaces (``None``: all) from tiers; ``answer`` goes out now or when storage is gone."""
+        reply = answer(self._stack.reset(namespaces, tiers))
+        waiting = _Waiting(session, reply, {}, namespaces, set())
         for tier in self._stack.secondaries:
             if tier.name in tiers:
                 if tier.scanning:
@@ -54,7 +60,8 @@ class Resets:
     def _note(waiting: _Waiting, tier: SecondaryTier) -> None:
         """Note what of a tier a reset has to wait for."""
         under_way = (*tier.deletes, *tier.doomed)
-        if ids := {block_id for block_id in under_way if block_id.namespace == waiting.namespace}:
+        of = waiting.namespaces
+        if ids := {block_id for block_id in under_way if of is None or block_id.namespace in of}:
             waiting.left[tier.name] = ids
 
     def scanned(self, tier: SecondaryTier) -> None:
@@ -87,4 +94,4 @@ class Resets:
         self._waiting = [waiting for waiting in self._waiting if waiting.session != number]
 
     def _answer(self, waiting: _Waiting) -> None:
-        self._stack.answer(waiting.session, Done(id=waiting.request, count=waiting.count))
+        self._stack.answer(waiting.session, waiting.answer)

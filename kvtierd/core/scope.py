@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtierd.core.model import Locality, Medium
+from kvtierd.core.refusal import unknown_tier
 from kvtierd.core.tier import Tier
 
 _VALUES = {"medium": {item.value for item in Medium}, "locality": {item.value for item in Locality}}
@@ -20,7 +21,7 @@ def problem(pattern: str, tiers: Sequence[Tier]) -> str | None:
     if not equals:
         if any(tier.name == pattern for tier in tiers):
             return None
-        return f"no tier is named {pattern!r}; the tiers are {', '.join(tier.name for tier in tiers)}"
+        return unknown_tier(pattern, [tier.name for tier in tiers])
     if label not in _VALUES:
         return f"{pattern!r}: write a tier's name, medium=... or locality=..."
     if value not in _VALUES[label]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
 from kvtierd.core.ledger import Shaped
@@ -22,6 +23,19 @@ class Operation:
     tier: SecondaryTier
     nodes: tuple[Node, ...] = ()
     sources: tuple[Node, ...] = ()
+
+
+@dataclass(slots=True)
+class Removals:
+    """Residencies that ended and the bytes they had taken, by tier."""
+
+    blocks: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def note(self, tier: str, size: int) -> None:
+        """Count one."""
+        self.blocks[tier] += 1
+        self.bytes[tier] += size
 
 
 class Stack:
@@ -122,25 +136,36 @@ class Stack:
                 count += self._evict_secondary(tier, ids)
         return count
 
-    def reset(self, namespace: str, tiers: Sequence[str]) -> int:
-        """Remove a namespace from tiers, leaf first, work in flight included; return residencies ended."""
-        count = 0
-        space = self.primary.spaces.get(namespace)
-        if space is not None and self.primary.name in tiers:
-            for node in leaf_first(space.blocks):
-                count += node.state is State.RESIDENT
-                self.primary.forget(
-                    node, Departure.CLEARED
-                )  # stores and promotions under way carry old bytes too
+    def reset(self, namespaces: Collection[str] | None, tiers: Sequence[str]) -> Removals:
+        """Remove namespaces (``None``: every one) from tiers, leaf first, work in flight included."""
+        gone = Removals()
+        for namespace, space in self.primary.spaces.items():
+            if self.primary.name in tiers and (namespaces is None or namespace in namespaces):
+                for node in leaf_first(space.blocks):
+                    if node.state is State.RESIDENT:
+                        gone.note(self.primary.name, space.geometry.slot_bytes)
+                    self.primary.forget(
+                        node, Departure.CLEARED
+                    )  # stores and promotions under way carry old bytes too
         for tier in self.secondaries:
             if tier.name in tiers:
-                nodes = leaf_first(node for node in tier.blocks if node.block.id.namespace == namespace)
-                count += self._evict_secondary(tier, [node.block.id for node in reversed(nodes)])
-                for block_id in [wanted for wanted in tier.wanted if wanted.namespace == namespace]:
-                    tier.unwant(block_id)
-                if tier.scanning:
-                    tier.unwelcome_namespaces.add(namespace)
-        return count
+                self._reset_secondary(tier, namespaces, gone)
+        return gone
+
+    def _reset_secondary(
+        self, tier: SecondaryTier, namespaces: Collection[str] | None, gone: Removals
+    ) -> None:
+        chosen = (node for node in tier.blocks if namespaces is None or node.block.id.namespace in namespaces)
+        nodes = leaf_first(chosen)
+        for node in nodes:
+            if node.state is State.RESIDENT:
+                gone.note(tier.name, node.size)
+        self._evict_secondary(tier, [node.block.id for node in reversed(nodes)])
+        for block_id in list(tier.wanted):
+            if namespaces is None or block_id.namespace in namespaces:
+                tier.unwant(block_id)
+        if tier.scanning:
+            tier.refuse_all_found(namespaces)
 
     def _evict_secondary(self, tier: SecondaryTier, ids: Iterable[BlockId]) -> int:
         victims = []

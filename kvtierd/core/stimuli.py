@@ -183,6 +183,46 @@ LadderRequest = (
 )
 
 
+class OperatorReset(Request, frozen=True, kw_only=True, tag="operator_reset"):
+    """Remove all blocks that are chosen from the named tiers (``None``: all), whoever holds them.
+
+    Chosen is what fits everything given: ``namespaces`` (each in full, or how it begins), ``model`` and
+    ``tenant`` of the layout. Answered as :class:`Reset` is; with ``dry_run`` at once, and nothing changes.
+    """
+
+    namespaces: tuple[Name, ...] | None = None
+    model: Name | None = None
+    tenant: Name | None = None
+    tiers: tuple[Name, ...] | None = None
+    dry_run: bool = False
+
+
+class OperatorEvict(Request, frozen=True, kw_only=True, tag="operator_evict"):
+    """Remove what may go first from a tier, leaf first, until ``blocks`` or ``bytes`` went or nothing may.
+
+    ``namespace`` (in full, or how it begins): only there; then neither bound has to be given. What is in use
+    stays.
+    """
+
+    tier: Name
+    blocks: Annotated[int, Meta(ge=1)] | None = None
+    bytes: Annotated[int, Meta(ge=1)] | None = None
+    namespace: Name | None = None
+    dry_run: bool = False
+
+
+OperatorRequest = OperatorReset | OperatorEvict
+"""What only the control socket takes, without an attach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An operator's request arrived on a connection of the control socket."""
+
+    session: int
+    request: OperatorRequest
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request arrived on a session (the number that the edge gave the connection)."""
@@ -297,7 +337,17 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Nobody may come back for what only the pool holds: write it down. Serving goes on."""
+    """Nobody may come back for what only the pool holds: write it down. Loads are served on.
+
+    ``stores``: whether new ones are taken meanwhile.
+    """
+
+    stores: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Take stores again after a drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,4 +358,4 @@ class Stop:
 
 
 Worked = Finished | Stalled | Probed | Found | Usable
-Stimulus = Asked | SessionClosed | ProcessDied | Worked | Tick | Drain | Stop
+Stimulus = Asked | Ordered | SessionClosed | ProcessDied | Worked | Tick | Drain | Resume | Stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from kvtierd.core.gate import Gate
@@ -222,6 +222,8 @@ class SecondaryTier(Tier):
         """Blocks that were to leave before the scan came across them."""
         self.unwelcome_namespaces: set[str] = set()
         """Namespaces that were reset while the scan ran."""
+        self.all_unwelcome = False
+        """Whether everything was."""
 
     def resident(self, block_id: BlockId) -> Node | None:
         """Return a block's node if it is visible."""
@@ -271,6 +273,21 @@ class SecondaryTier(Tier):
             self.unwelcome.add(block_id)
         else:  # too much goes, which costs a hit; too little could be a wrong one
             self.unwelcome_namespaces.add(block_id.namespace)
+
+    def refuse_all_found(self, namespaces: Collection[str] | None) -> None:
+        """Note that the scan has to remove all of these namespaces (``None``: of any)."""
+        if namespaces is None:
+            self.all_unwelcome = True
+        else:
+            self.unwelcome_namespaces.update(namespaces)
+
+    def is_unwelcome(self, block_id: BlockId) -> bool:
+        """Whether a block that the scan came across has to leave."""
+        return (
+            self.all_unwelcome
+            or block_id in self.unwelcome
+            or block_id.namespace in self.unwelcome_namespaces
+        )
 
     def touch(self, block_id: BlockId, now: float) -> bool:
         """Note a use of a block, if it is there."""

@@ -66,7 +66,7 @@ class Upkeep:
             block_id = found.block.id
             if tier.blocks.get(block_id) is not None or block_id in tier.removed_in_scan:
                 continue
-            if block_id in tier.unwelcome or block_id.namespace in tier.unwelcome_namespaces:
+            if tier.is_unwelcome(block_id):
                 tier.removed_in_scan.add(block_id)
                 tier.deletes[block_id] = found.stored_bytes
                 tier.deleting += found.stored_bytes
@@ -86,6 +86,7 @@ class Upkeep:
         tier.unannounced.clear()
         for past in (tier.removed_in_scan, tier.unwelcome, tier.unwelcome_namespaces):
             past.clear()
+        tier.all_unwelcome = False
         for node in root_first(nodes):
             tier.announce(EventKind.STORED, node.block)
         if tier.spec.capacity is not None:

@@ -21,7 +21,7 @@ from kvtierd.errors import RemoteProtocolError
 from kvtierd.logs.events import event
 from kvtierd.wire.handover import HandedConnection
 from kvtierd.wire.messages import (
-    LogLevelRequest,
+    Order,
     StatusReport,
     StatusRequest,
     SurveyPage,
@@ -171,8 +171,8 @@ class EngineConnection(asyncio.Protocol):
             self._send([StatusReport(id=request.id, body=status())])
         elif isinstance(request, SurveyRequest):
             self._send([self._next_page(request)])
-        elif isinstance(request, LogLevelRequest):
-            self._send([self._ordered(request)])
+        elif isinstance(request, Order):
+            self._order(request)
         elif (refusal := self._refusal(request)) is not None:
             self._send([refusal])
         else:
@@ -243,13 +243,17 @@ class EngineConnection(asyncio.Protocol):
             return Refused(id=request.id, code=ErrorCode.BUSY, message=message)
         return None
 
-    def _ordered(self, request: LogLevelRequest) -> Reply:
+    def _order(self, request: Order) -> None:
+        """Carry an order out; its answer may come later, by :meth:`deliver`."""
         order = self._server.orders.get(type(request))
-        if order is not None:
-            return order(request)
-        where = self._server.path.with_name("control.sock")
-        message = f"{verb_of(type(request))} is answered at {where}"
-        return Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=message)
+        if order is None:
+            where = self._server.path.with_name("control.sock")
+            message = f"{verb_of(type(request))} is answered at {where}"
+            self._send([Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=message)])
+            return
+        self.outstanding += 1
+        if (reply := order(self.number, request)) is not None:
+            self.deliver([reply])
 
     def _next_page(self, request: SurveyRequest) -> SurveyPage | Refused:
         if self._server.survey is None:

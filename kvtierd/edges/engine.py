@@ -46,7 +46,7 @@ COUNTERS = (
     "unlogged",
 )
 
-Orders = Mapping[type[Request], Callable[[Any], Reply]]
+Orders = Mapping[type[Request], Callable[[int, Any], Reply | None]]
 Turn = Callable[[Sequence[Asked | SessionClosed]], None]
 
 
@@ -68,7 +68,8 @@ class EngineServer:
     ``turn`` runs requests through the daemon; ``status`` makes the body of a status report. ``pool_fd`` is
     ``None`` on the control socket, where nobody can attach. ``survey`` begins a survey of the tier named, or
     says why not; only the control socket has it, since it shows every tenant's blocks. ``orders``: what else
-    only the control socket answers, by the request's type.
+    only the control socket answers, by the request's type; each gets the connection's number and the request,
+    and returns ``None`` where its answer is delivered later.
     """
 
     def __init__(

@@ -33,6 +33,7 @@ EVENTS = {
     "operation_ended": "a tier's operation ended, with outcomes (debug)",
     "operation_failed": "a tier's operation ended, and some blocks of it failed; each costs a recompute",
     "operation_started": "a tier's operation began (debug)",
+    "operator_order": "an operator changed something on the control socket",
     "pool_not_handed_over": "an engine could not be given the pool",
     "pool_goes_on": "the blocks of the pool survived the daemon before",
     "pool_not_kept": "what an earlier daemon left of a pool cannot be gone on with",

@@ -14,11 +14,14 @@ _shtab_kvtierd_commands() {
     check:'Check a tier file with the environment'"'"'s overrides. Exit code 0: right, 78: not. Ports, memory and paths are tried when a daemon starts.'
     completion:'Print the completion of a shell. bash: eval "$(kvtierd completion bash)"; zsh: put it into a file _kvtierd of a folder in $fpath.'
     demo:'``kvtierd demo``: a daemon, a fake engine and a router'"'"'s view, together for some seconds.'
+    drain:'From now on a running daemon answers /readyz with 503 and takes no stores; loads are served on, and what only the pool holds is written to the tiers that are otherwise written on eviction. Exit code 75 with --wait: not all of it could be written in time.'
     events:'Watch the event stream.'
+    evict:'Remove blocks from one tier of a running daemon, those first that would leave it next, and nothing in use, until so much went. It is done in slices: engines are served in between. Blocks in the CPU tier that no other tier has are lost; drain writes them down first.'
     gc:'List stale temporaries, quarantined blocks and namespaces in the storage of tiers, and remove with --yes what is marked so, unless a living daemon uses it. Namespaces are marked only when asked for: with --keep all that are not kept, with --unused-for those that were not used for so long, with both what is neither.'
     inventory:'Count the blocks of every namespace in every tier of a running daemon, or list them with --blocks. It is read page by page beside the daemon'"'"'s work: blocks that come or go meanwhile may be missing. Models are known of namespaces that an engine attached since the daemon'"'"'s start.'
     log-level:'Print the level of a running daemon'"'"'s log; with LEVEL change it first, until the next restart. At debug there is a line for each request and each operation of a tier.'
     replay:'Replay a request trace through the real tier logic in simulation and print what each tier would have served, next to the best possible (Belady) for the same room. A trace has one JSON object a line, with timestamp (milliseconds) and hash_ids (ids of the prompt'"'"'s prefix blocks, first block first).'
+    reset:'Remove every block that is chosen, whoever uses it, from the named tiers of a running daemon (default: from all); it ends when no restart could find them again. Several choices narrow it down: what fits all of them goes. Readers of the event stream hear of each block.'
     schema:'Print the JSON Schema of the tier file, for editors. `kvtierd check` is more precise.'
     serve:'Run the daemon until SIGTERM or SIGINT; a second signal ends it at once.'
     status:'Print the status of a running daemon; --json has every figure. Exit code 0: it answered, 69: none does.'
@@ -131,6 +134,19 @@ _shtab_kvtierd_demo_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_demo_defaults_added=0
 
+_shtab_kvtierd_drain_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--wait[until it is written (default 600)]:S:"
+  "--undo[take stores again and be ready]"
+  "--json[print JSON]"
+  "--socket[default\: \/run\/kvtierd\/control.sock]:PATH:"
+  "--config[find the socket through this tier file]:F:"
+  "--deadline[seconds to wait (default 2)]:S:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_drain_defaults_added=0
+
 _shtab_kvtierd_events_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
 )
@@ -173,6 +189,22 @@ _shtab_kvtierd_events_watch_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_events_watch_defaults_added=0
+
+_shtab_kvtierd_evict_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--tier[from this tier]:T:"
+  "--bytes[until so much went, such as 10GiB]:SIZE:"
+  "--blocks[until so many blocks went]:N:"
+  "--namespace[only of namespaces that begin so]:NS:"
+  "--dry-run[only say what would go at most]"
+  "--json[print JSON]"
+  "--socket[default\: \/run\/kvtierd\/control.sock]:PATH:"
+  "--config[find the socket through this tier file]:F:"
+  "--deadline[seconds to wait (default 2)]:S:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_evict_defaults_added=0
 
 _shtab_kvtierd_gc_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -227,6 +259,24 @@ _shtab_kvtierd_replay_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_replay_defaults_added=0
+
+_shtab_kvtierd_reset_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "*--namespace[a namespace, in full or how it begins]:NS:"
+  "--model[namespaces of this model]:NAME:"
+  "--tenant[namespaces of this tenant]:NAME:"
+  "*--tier[only from this tier\; may be repeated]:T:"
+  "--all[all namespaces]"
+  "--yes[do not ask]"
+  "--dry-run[only say what would go]"
+  "--json[print JSON]"
+  "--socket[default\: \/run\/kvtierd\/control.sock]:PATH:"
+  "--config[find the socket through this tier file]:F:"
+  "--deadline[seconds to wait (default 2)]:S:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_reset_defaults_added=0
 
 _shtab_kvtierd_schema_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -314,11 +364,14 @@ _shtab_kvtierd() {
         check) _arguments -C -s $_shtab_kvtierd_check_options ;;
         completion) _arguments -C -s $_shtab_kvtierd_completion_options ;;
         demo) _arguments -C -s $_shtab_kvtierd_demo_options ;;
+        drain) _arguments -C -s $_shtab_kvtierd_drain_options ;;
         events) _shtab_kvtierd_events ;;
+        evict) _arguments -C -s $_shtab_kvtierd_evict_options ;;
         gc) _arguments -C -s $_shtab_kvtierd_gc_options ;;
         inventory) _arguments -C -s $_shtab_kvtierd_inventory_options ;;
         log-level) _arguments -C -s $_shtab_kvtierd_log_level_options ;;
         replay) _arguments -C -s $_shtab_kvtierd_replay_options ;;
+        reset) _arguments -C -s $_shtab_kvtierd_reset_options ;;
         schema) _arguments -C -s $_shtab_kvtierd_schema_options ;;
         serve) _arguments -C -s $_shtab_kvtierd_serve_options ;;
         status) _arguments -C -s $_shtab_kvtierd_status_options ;;

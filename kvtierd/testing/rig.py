@@ -266,15 +266,17 @@ class LadderRig:
 
     # -- truth --------------------------------------------------------------------------------------
 
-    def inventory(self) -> set[Residency]:
-        """Return every residency of the session's namespace."""
-        entries = self.ladder.inventory.entries(self.layout.namespace())
+    def inventory(self, namespace: str | None = None) -> set[Residency]:
+        """Return every residency of a namespace (default: the session's)."""
+        entries = self.ladder.inventory.entries(namespace or self.layout.namespace())
         return {(entry.tier, entry.key) for entry in entries}
 
-    def folded(self) -> set[Residency]:
-        """Return what all events so far add up to; each must be a real change."""
+    def folded(self, namespace: str | None = None) -> set[Residency]:
+        """Return what all events of a namespace so far add up to; each must be a real change."""
         state: set[Residency] = set()
         for event in self.events:
+            if event.block.id.namespace != (namespace or self.layout.namespace()):
+                continue
             entry = (event.tier, event.block.id.key)
             assert (entry in state) is (event.kind is EventKind.REMOVED), f"no change: {event}"
             (state.add if event.kind is EventKind.STORED else state.remove)(entry)
@@ -294,7 +296,8 @@ class LadderRig:
     def check(self) -> None:
         """Validate all invariants and that the stream equals the inventory."""
         validate(self.ladder)
-        assert self.folded() == self.inventory()
+        for namespace in {self.layout.namespace(), *(event.block.id.namespace for event in self.events)}:
+            assert self.folded(namespace) == self.inventory(namespace)
 
 
 def fs_spec(

@@ -57,6 +57,15 @@ class LogLevelRequest(Request, frozen=True, kw_only=True, tag="log_level"):
     level: Level | None = None
 
 
+class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
+    """Take no stores any more, be unready, and write down what only the pool holds (``undo``: be as before).
+
+    On the control socket only. Asked again it changes nothing and tells how far it is.
+    """
+
+    undo: bool = False
+
+
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     """The version and features in force on this connection."""
 
@@ -77,6 +86,17 @@ class LogLevel(Reply, frozen=True, kw_only=True, tag="log_level_in_force"):
     level: str
 
 
+class Draining(Reply, frozen=True, kw_only=True, tag="draining"):
+    """How far a drain is: blocks that wait to be written or are being written, by tier.
+
+    ``blocked``: the tiers that take nothing now, and why.
+    """
+
+    draining: bool
+    waiting: dict[str, int]
+    blocked: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
     """``cursor`` is 0 after the last page. ``models``: what is known of the page's namespaces."""
 
@@ -85,10 +105,12 @@ class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
     models: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-Unattached = StatusRequest | SurveyRequest | LogLevelRequest
+Order = LogLevelRequest | DrainRequest | stimuli.OperatorRequest
+"""What changes the daemon; only the control socket takes it."""
+Unattached = StatusRequest | SurveyRequest | Order
 """What can be asked without an attach."""
 ClientMessage = Hello | Unattached | stimuli.LadderRequest
-ServerMessage = Welcome | StatusReport | SurveyPage | LogLevel | effects.LadderReply
+ServerMessage = Welcome | StatusReport | SurveyPage | LogLevel | Draining | effects.LadderReply
 
 
 def verb_of(message: type[Request]) -> str:

@@ -8,6 +8,7 @@ decides about a connection's state is in ``RULES`` (requests) and ``ANSWERS`` (t
 from __future__ import annotations
 
 import enum
+import typing
 from typing import Final
 
 import msgspec
@@ -24,7 +25,7 @@ from kvtierd.wire.messages import (
     PROTOCOL_MIN,
     ClientMessage,
     Hello,
-    LogLevelRequest,
+    Order,
     StatusRequest,
     SurveyRequest,
     Unattached,
@@ -125,7 +126,7 @@ _KINDS: Final[dict[type, Kind]] = {
     Hello: Kind.HELLO,
     StatusRequest: Kind.STATUS,
     SurveyRequest: Kind.SURVEY,
-    LogLevelRequest: Kind.STATUS,
+    **dict.fromkeys(typing.get_args(Order), Kind.STATUS),
     Attach: Kind.ATTACH,
     Goodbye: Kind.GOODBYE,
 }

@@ -20,7 +20,7 @@ from kvtierd.edges.metrics.family import (
     scalar,
 )
 
-STATES = ("starting", "ready", "stopping", "aborting")
+STATES = ("starting", "ready", "draining", "stopping", "aborting")
 RELOAD_OUTCOMES = ("applied", "refused", "unchanged")
 LEVELS = ("warning", "error", "critical")
 CONFIG_LABELS = ("digest", "pool_backing", "pool_lock", "pool_pin", "pool_huge_pages")

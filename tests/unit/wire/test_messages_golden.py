@@ -50,6 +50,11 @@ CLIENT = [
     messages.StatusRequest(id=2),
     messages.SurveyRequest(id=18, tier="disk", cursor=1024, limit=100),
     messages.LogLevelRequest(id=20, level="debug"),
+    messages.DrainRequest(id=21, undo=True),
+    stimuli.OperatorReset(
+        id=22, namespaces=("ab",), model="org/model", tenant="t1", tiers=("disk",), dry_run=True
+    ),
+    stimuli.OperatorEvict(id=23, tier="disk", blocks=5, bytes=1 << 30, namespace="ab", dry_run=True),
     stimuli.Attach(id=3, layout=LAYOUT, engine_id="e0", process=b"p" * 16, dp_rank=1, role="worker", rank=1),
     stimuli.Lookup(
         id=4,
@@ -85,6 +90,10 @@ SERVER = [
     messages.Welcome(id=1, version=1, features=("f",), daemon="kvtierd/0.1.0"),
     messages.StatusReport(id=2, body={"pool": {"bytes": 1 << 33, "pinned": False}, "tiers": ["cpu"]}),
     messages.LogLevel(id=20, level="debug"),
+    messages.Draining(id=21, draining=True, waiting={"disk": 3}, blocked={"far": "cannot be reached"}),
+    effects.Removed(
+        id=22, blocks={"disk": 2}, bytes={"disk": 8192}, namespaces=("ab",), unknown=("cd",), left=1
+    ),
     messages.SurveyPage(
         id=18,
         entries=(

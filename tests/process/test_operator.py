@@ -29,7 +29,7 @@ def kvtierd(rig: DaemonRig, *arguments: str) -> int:
     return main([*arguments, "--socket", control(rig), "--deadline", "30"])
 
 
-def test_a_reset_by_model_is_heard_by_readers_and_spares_other_models(rig: DaemonRig, capsys: Capture) -> None:
+def test_a_reset_by_model_is_told_to_readers_and_spares_others(rig: DaemonRig, capsys: Capture) -> None:
     other = rig.attach(layout_of("other", 4096), engine_id="e1")
     store(rig.attach(), chain(3))
     store(other, chain(2, "other"))
@@ -74,7 +74,7 @@ def test_evict_makes_room_in_one_tier(rig: DaemonRig, capsys: Capture) -> None:
 
 def test_the_engines_socket_takes_no_orders(rig: DaemonRig) -> None:
     for request, reply in ((OperatorReset, Removed), (DrainRequest, Draining)):
-        with pytest.raises(RequestRefused, match="control.sock"):
+        with pytest.raises(RequestRefused, match=r"control\.sock"):
             Client(rig.daemon.socket).order(request, reply)
 
 

@@ -9,8 +9,8 @@ import socket
 
 from kvtierd.client._link import Link, Phase
 from kvtierd.client._mapping import Region, adopt
-from kvtierd.core.effects import Reply
-from kvtierd.errors import RemoteProtocolError
+from kvtierd.core.effects import Attached, Reply
+from kvtierd.errors import RemoteProtocolError, RequestRefused
 
 _READ_BYTES = 1 << 16
 # Two descriptors come with an attach; room for more, so that surplus ones are seen and closed.
@@ -68,9 +68,17 @@ class Channel:
             raise ConnectionRefusedError(str(self.link.refused))
         if shaking and self.link.ready and self.link.attached is not None:
             descriptors, self._descriptors = self._descriptors, []
-            self.region, again = adopt(self.link.attached, descriptors)
+            self.region, again = self._adopt(self.link.attached, descriptors)
             self.link.mapped(again=again)
         return replies
+
+    def _adopt(self, attached: Attached, descriptors: list[int]) -> tuple[Region, bool]:
+        """Map the pool; a process that may not is refused for good by itself, and hears why."""
+        try:
+            return adopt(attached, descriptors)
+        except RemoteProtocolError as error:
+            self.link.refused = RequestRefused("cannot_map", str(error))
+            raise
 
     def flush(self) -> bool:
         """Write as much as the socket takes; True when nothing is left.

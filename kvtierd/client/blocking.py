@@ -232,7 +232,8 @@ class Client:
         ``wait``: seconds that a daemon which is there may take to answer (default: the deadline).
 
         Raises:
-            RequestRefused: the daemon is there and does not take this attach.
+            RequestRefused: the daemon is there and does not take this attach, or this process cannot map its
+                pool (code ``cannot_map``).
         """
         line = self._line(attach_request(layout, engine_id, dp_rank, role, rank))
         session = Session(line, layout)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.client import Layout
+from kvtierd.testing.clock import wait_for
 from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig
 from kvtierd.testing.engine_process import EngineProcess
 
@@ -89,7 +90,9 @@ class Mount:
     def attach(self, *, writable: bool = True) -> None:
         assert self._mount("--bind", str(self._device), str(self._folder)).returncode == 0
         if not writable:
-            assert self._mount("-o", "remount,bind,ro", str(self._folder)).returncode == 0
+            # Busy while somebody has a file open for writing.
+            remount = ("-o", "remount,bind,ro", str(self._folder))
+            wait_for(lambda: self._mount(*remount).returncode == 0, "the mount to be read-only")
 
     def detach(self) -> None:
         """As when the storage is lost: whatever is open stays open."""

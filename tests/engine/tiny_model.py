@@ -142,16 +142,13 @@ def adapter(folder: Path, seed: int) -> None:
 
 
 def tokenizer(folder: Path) -> None:
-    """One word a token: ``w0`` to ``w511``."""
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    """One word a token: ``w3`` to ``w511``; before them the special ones."""
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    names = [*special.values(), *(f"w{number}" for number in range(len(special), VOCABULARY))]
+    words = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "w0",
-        "eos_token": "w2",
-        "bos_token": "w1",
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 

@@ -20,7 +20,8 @@ from shapes_rig import Trials, workload
 from kvtierd.engines.vllm import worker as worker_module
 from kvtierd.testing.clock import wait_for
 
-KILLS = 20
+KILLS = 10
+"""Of each kind: with a pool that is empty after the kill, and with one that is kept."""
 PER_KILL = 10
 """Requests that run while the daemon is killed."""
 DEADLINE = 0.1
@@ -28,7 +29,7 @@ DEADLINE = 0.1
 
 def kills(trials, llm, asked, expected, *, seed):
     """Kill the daemon at a random step of each round and start it again at a later one or after the round."""
-    rng, seen = random.Random(seed), {"wrong": [], "points": [], "back": []}
+    rng, seen = random.Random(seed), {"wrong": [], "points": [], "kept": []}
     for number in range(KILLS):
         llm.reset_prefix_cache()
         chosen = sorted(rng.sample(range(len(asked)), PER_KILL))
@@ -43,6 +44,7 @@ def kills(trials, llm, asked, expected, *, seed):
         seen["points"].append(at)
         if trials.rig.daemon.pid is None:
             trials.rig.daemon.start()
+            seen["kept"].append(trials.rig.status()["tiers"][0]["blocks"])
         wait_for(lambda: connected(llm), "the way back to the daemon", timeout=20)
     return seen
 
@@ -144,7 +146,21 @@ def run(trials):
     seen["copies"] = [failing_copies(llm, asked, every) for every in (1, 2, 3)]
     seen["lost"] = [lost_blocks(llm, asked, block) for block in range(4)]
     seen["deadline"] = deadlines(trials, llm, asked)
-    seen["kills"] = kills(trials, llm, asked, expected, seed=3)
+    seen["memfd"] = kills_and_after(trials, llm, asked, expected, seed=3)
+    return seen
+
+
+def run_kept(trials, seen):
+    """The kills once more, on a pool in a file."""
+    asked = workload()
+    llm = trials.engine({"kvtierd_deadline": DEADLINE})
+    generate(llm, asked)
+    seen["file"] = kills_and_after(trials, llm, asked, seen["expected"], seed=4)
+
+
+def kills_and_after(trials, llm, asked, expected, *, seed):
+    """The kills, and twice the whole workload after them; stops the engine."""
+    seen = kills(trials, llm, asked, expected, seed=seed)
     llm.reset_prefix_cache()
     seen["at_last"] = generate(llm, asked)
     llm.reset_prefix_cache()
@@ -156,9 +172,11 @@ def run(trials):
 
 def main():
     settings, result = sys.argv[1:]
-    trials = Trials(json.loads(Path(settings).read_text()))
-    with contextlib.closing(trials):
+    settings = json.loads(Path(settings).read_text())
+    with contextlib.closing(Trials(settings)) as trials:
         seen = run(trials)
+    with contextlib.closing(Trials(settings, backing="file")) as trials:
+        run_kept(trials, seen)
     Path(result).write_text(json.dumps(seen))
 
 

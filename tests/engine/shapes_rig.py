@@ -41,10 +41,14 @@ class Trials:
     ``settings``: ``models`` and ``folder`` are paths, ``python`` runs the daemon.
     """
 
-    def __init__(self, settings, **rig):
+    def __init__(self, settings, *, backing="memfd"):
         self.models = Path(settings["models"])
-        rig = {"slots": 8192, **rig}  # 32 MiB: more than any workload here needs
-        self.rig = DaemonRig(Path(settings["folder"]), python=settings["python"], **rig).start()
+        folder = Path(settings["folder"]) / backing
+        folder.mkdir()
+        slots = 8192  # 32 MiB: more than any workload here needs
+        self.rig = DaemonRig(folder, slots=slots, python=settings["python"])
+        self.rig.edit(lambda body: body["pool"].update(backing=backing))
+        self.rig.start()
 
     def engine(self, extra=None, *, model="llama", **options):
         """Start an engine on the daemon; ``extra``: more settings of the connector."""

@@ -30,7 +30,7 @@ from kvtierd.edges import backing
 from kvtierd.edges.libc import MemoryCalls
 from kvtierd.edges.number_page import boot_id
 from kvtierd.edges.pool import Found, Pool, PoolSettings, pool_path
-from kvtierd.edges.slot_log import SlotLog, read_tables, remove_tables
+from kvtierd.edges.slot_log import SlotLog, read_tables, remove_tables, uncollected
 from kvtierd.errors import PoolError
 from kvtierd.logs.events import event
 from kvtierd.wire.frames import Torn, Unreadable
@@ -128,7 +128,8 @@ class KeptPool:
         """
         state, self._state = self._state or PoolState(), None
         try:
-            restore(ladder, state, now, known, self._live)
+            with uncollected():
+                restore(ladder, state, now, known, self._live)
         except Inconsistent as error:
             if self.is_file:
                 remove_tables(self._stem)

@@ -63,10 +63,17 @@ def read_tables(stem: Path) -> tuple[Header, PoolState]:
         OSError: it cannot be read, or not cut.
     """
     reader = SlotReader()
-    collecting = gc.isenabled()
-    gc.disable()  # it would walk all that was read so far again and again
-    try:
+    with uncollected():
         return _read(reader, [path for _, path in table_paths(stem)]), reader.state
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the collector from walking again and again what is being made by the million."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()

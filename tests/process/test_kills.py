@@ -170,3 +170,4 @@ def test_every_block_announced_and_not_removed_is_served_whenever_the_daemon_is_
     total = sum((engine.counts for engine in engines), Counter())
     assert min(total["stored"], total["loaded"], total["aborted"]) > KILLS // 4, total
     rig.start()
+    check(rig, [rig.router])

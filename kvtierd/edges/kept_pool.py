@@ -26,7 +26,7 @@ from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Change, PoolState
 from kvtierd.core.model import Block
 from kvtierd.core.recovery import Inconsistent, restore
-from kvtierd.edges import backing
+from kvtierd.edges import backing, systemd
 from kvtierd.edges.libc import MemoryCalls
 from kvtierd.edges.number_page import boot_id
 from kvtierd.edges.pool import Found, Pool, PoolSettings, pool_path
@@ -38,11 +38,15 @@ from kvtierd.wire.slot_records import Header, SlotReader, SlotWriter, header
 
 log = logging.getLogger(__name__)
 
+STORE_NAME = "kvtierd-pool"
+"""Of the pool's descriptor in the service manager's store."""
+
 
 class KeptPool:
     """The pool of one daemon and what has to outlive it.
 
-    Only a pool that is a ``file`` survives every end of the daemon; one without a name only a takeover.
+    A pool survives every end of the daemon if it is a file, or if the service manager keeps its descriptor;
+    any other one only a takeover. ``recorded``: whether there is a slot table for the next daemon.
     ``state``: what the earlier daemon left in it, ``None`` in a new pool and once it was restored.
     """
 
@@ -53,11 +57,11 @@ class KeptPool:
         state: PoolState | None = None,
         live: Live | None = None,
         *,
-        is_file: bool,
+        recorded: bool,
     ) -> None:
         self.pool = pool
         self.survived = state is not None
-        self.is_file = is_file
+        self.recorded = recorded
         self._live = live
         self._stem = stem
         self._state = state
@@ -71,16 +75,17 @@ class KeptPool:
             PoolError: see :meth:`Pool.allocate`; or another daemon has the file.
         """
         stem = pool_path(settings, runtime_dir)
-        if stem is None:
-            _remove_pipes(runtime_dir / "pool")
-            return cls(Pool.allocate(settings, runtime_dir, calls), runtime_dir / "pool", is_file=False)
-        found, state, reason = _find(stem, settings.bytes - settings.bytes % UNIT)
+        named = stem is not None
+        fd = backing.lock_file(stem) if stem is not None else systemd.stored(STORE_NAME)
+        stem = stem or runtime_dir / "pool"
+        found, state, reason = _find(fd, stem, settings.bytes - settings.bytes % UNIT)
         if found is None:
             remove_tables(stem)
             _remove_pipes(stem)
+            systemd.forget(STORE_NAME)
         pool = Pool.allocate(settings, runtime_dir, calls, found)
         pool.record("kept", "no" if found is None else "yes", reason)
-        return cls(pool, stem, state, is_file=True)
+        return cls(pool, stem, state, recorded=named or systemd.store(STORE_NAME, pool.fd))
 
     @classmethod
     def take(
@@ -100,7 +105,10 @@ class KeptPool:
             raise PoolError(f"takeover: the table of the pool: {error}") from None
         pool = Pool.allocate(settings, runtime_dir, None, found)
         pool.record("kept", "yes", "taken over")
-        return cls(pool, path or runtime_dir / "pool", reader.state, live, is_file=path is not None)
+        stem = path or runtime_dir / "pool"
+        if path is None:
+            remove_tables(stem)  # the service manager may know of this pool, but not of this process
+        return cls(pool, stem, reader.state, live, recorded=path is not None)
 
     @property
     def pipes(self) -> Path:
@@ -131,7 +139,7 @@ class KeptPool:
             with uncollected():
                 restore(ladder, state, now, known, self._live)
         except Inconsistent as error:
-            if self.is_file:
+            if self.recorded:
                 remove_tables(self._stem)
             raise PoolError(f"pool.path: {self._stem}: {error}: start again, with an empty pool") from None
         if self.survived:
@@ -142,7 +150,7 @@ class KeptPool:
                 len(ladder.sessions.quarantines),
                 extra=event("pool_goes_on", pool_id=self.pool.pool_id, blocks=len(state.blocks)),
             )
-        if self.is_file:
+        if self.recorded:
             self._log = SlotLog(self._stem, self._header(), ladder)
             self._log.open()
         else:
@@ -171,6 +179,7 @@ class KeptPool:
         if self._log is not None:
             self._log.close(keep=keep)
         if not keep:
+            systemd.forget(STORE_NAME)
             _remove_pipes(self._stem)
         self.pool.close(keep=keep)
 
@@ -190,9 +199,8 @@ class KeptPool:
         return Header(boot_id(), self.pool.pool_id, self.pool.bytes, there.st_dev, there.st_ino)
 
 
-def _find(stem: Path, size: int) -> tuple[Found | None, PoolState | None, str]:
+def _find(fd: int | None, stem: Path, size: int) -> tuple[Found | None, PoolState | None, str]:
     """Return the file that is there and its state, or why not."""
-    fd = backing.lock_file(stem)
     if fd is None:
         return None, None, ""
     try:

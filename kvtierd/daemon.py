@@ -8,7 +8,6 @@ changes the core; workers and timers end by feeding a stimulus to the next one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging
@@ -18,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from kvtierd import __version__, assembly, takeover
+from kvtierd import __version__, assembly, ending, takeover
 from kvtierd.config.schema import TierFile
 from kvtierd.core import effects, stimuli
 from kvtierd.core.guard import Guard
@@ -52,8 +51,6 @@ from kvtierd.takeover import Takeover
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
-LAST_SECONDS = 1.0
-"""Beyond the grace, for files of our own to be closed."""
 
 
 class Daemon:
@@ -111,9 +108,9 @@ class Daemon:
             if await self._came_up(inheritance):
                 await self._stop.wait()
             if not self._gone:
-                await self._drain()
+                await ending.drain(self)
         finally:
-            self._close()
+            ending.close(self)
             if self._gone:
                 os.close(self._lock)
             else:
@@ -381,7 +378,7 @@ class Daemon:
                 "the last engine left: what only the pool holds is written down",
                 extra=event("pool_written_down"),
             )
-            self._write_down()
+            ending.write_down(self)
         self._engines = there
 
     def _beat(self) -> None:
@@ -399,93 +396,6 @@ class Daemon:
     def _due(self) -> None:
         self._deadline = None
         self.turn([stimuli.Tick()])
-
-    # -- the end ------------------------------------------------------------------------------------
-
-    async def _drain(self) -> None:
-        """Finish what is under way within the grace period, then say that the pool is gone."""
-        if self.state != "aborting":
-            self.state = "stopping"
-        grace = self.tier_file.engine.shutdown_grace
-        deadline = self._loop.time() + grace
-        await self._takeover.close()
-        if self._engine is not None:
-            await self._engine.stop_listening()
-        if self._failure is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline - grace / 2):
-                    self._write_down()
-                    await self._written()
-            self.turn([stimuli.Stop(keep_pool=self._keeps)])
-        for mover in self._movers.values():
-            if not await mover.close(max(0.1, deadline - self._loop.time() - grace / 4)):
-                self._stuck = True  # a thread may still touch its slots: leave its backend and the pool alone
-        await self._end_stream(deadline, keep=self._keeps)
-        for server in (self._engine, self._control):
-            if server is not None:
-                await server.stop_listening()
-                server.close()
-        if self._admin is not None:
-            await self._admin.close()
-        await self._loop.run_in_executor(None, self._trail.close)
-        log.info("stopped", extra=event("stopped"))
-
-    async def _end_stream(self, deadline: float, *, keep: bool) -> None:
-        if self._hub is None or self._announcer is None:
-            return
-        self._announcer.finish()
-        if self._merged is not None:
-            self._merged.close(keep=keep)
-        try:
-            async with asyncio.timeout_at(max(deadline, self._loop.time()) + LAST_SECONDS):
-                await self._hub.close(max(0.1, deadline - self._loop.time()))
-                flushed = self._failure is None and self._loop.time() < deadline
-                await self._loop.run_in_executor(None, self._announcer.close, flushed)
-        except TimeoutError:
-            log.warning(
-                "state_dir %s does not answer; it is left as it is",
-                self.tier_file.state_dir,
-                extra=event("storage_not_closed", path=str(self.tier_file.state_dir)),
-            )
-
-    @property
-    def _keeps(self) -> bool:
-        """Whether the pool stays, and readers keep what they know, while the daemon is away."""
-        whole = self._failure is None and self._kept is not None and self._kept.whole
-        return whole and self.tier_file.events.on_stop == "keep"
-
-    def _write_down(self) -> None:
-        """Begin to write what only the pool holds, where it does not outlive the daemon."""
-        if not self._keeps:
-            self.turn([stimuli.Drain()])
-
-    async def _written(self) -> None:
-        """Wait until nothing is on its way to a secondary."""
-        assert self._ladder is not None
-        tiers = self._ladder.stack.secondaries
-        while self.state != "aborting" and any(
-            tier.in_flight or (tier.wanted and not tier.gate.outage) for tier in tiers
-        ):
-            self._turned.clear()
-            await self._turned.wait()
-
-    def _close(self) -> None:
-        self.watch.stop()
-        if self._liveness is not None:
-            self._liveness.close()
-        if self._openings is not None:
-            self._openings.stop()
-        if self._stuck or (self._gone and self._kept is None):
-            return
-        if self._gone:
-            assert self._kept is not None
-            self._kept.close(keep=True)
-            return
-        if self._openings is not None:
-            self._openings.close()
-        if self._kept is not None:
-            unused = self._engine is None and self._failure is None
-            self._kept.close(keep=self._keeps or (unused and self._kept.survived))
 
     def _begin_survey(self, tier: str | None) -> Survey | str:
         if self._ladder is None:

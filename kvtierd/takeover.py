@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvtierd import __version__
+from kvtierd import __version__, ending
 from kvtierd.core import handover, stimuli
 from kvtierd.edges.connection import EngineConnection
 from kvtierd.edges.handover import NAME, Inheritance, Peer, ask
@@ -208,7 +208,8 @@ async def _let_go(daemon: Daemon) -> None:
     daemon._openings.stop()
     await asyncio.gather(
         _close_tiers(daemon),
-        daemon._end_stream(daemon._loop.time() + STREAM_SECONDS, keep=True),
+        daemon._loop.run_in_executor(None, daemon._trail.close),
+        ending.end_stream(daemon, daemon._loop.time() + STREAM_SECONDS, keep=True),
         *([daemon._admin.close()] if daemon._admin is not None else []),
     )
     daemon._kept.stop_recording()

@@ -116,7 +116,7 @@ test: lint .venvs/deploy/$(STAMP) .venvs/node/$(STAMP) .venvs/seaweedfs/$(STAMP)
 	$(BIN)/pytest
 
 soak: $(VENV)/$(STAMP)-test
-	KVTIERD_SOAK_SECONDS=$${KVTIERD_SOAK_SECONDS:-1800} $(BIN)/pytest -m soak -p no:randomly -o faulthandler_timeout=0
+	KVTIERD_KILLS=200 KVTIERD_SOAK_SECONDS=$${KVTIERD_SOAK_SECONDS:-1800} $(BIN)/pytest -m soak -p no:randomly -o faulthandler_timeout=0
 
 bench: $(VENV)/$(STAMP)-run
 	$(BIN)/kvtierd bench rpc

@@ -132,6 +132,7 @@ def check(rig: DaemonRig, routers: list[Router]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(60 + 6 * KILLS)
 def test_every_block_announced_and_not_removed_is_served_whenever_the_daemon_is_killed(make: Make) -> None:
     rig = make(tiers=[], slots=64, heartbeat="100ms", paranoid=False)

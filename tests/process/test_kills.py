@@ -22,7 +22,7 @@ from kvtierd.testing.workload import WorkBlock, payload
 Make = Callable[..., DaemonRig]
 
 KILLS = int(os.environ.get("KVTIERD_KILLS", "40"))
-CHECK_EVERY = 5
+CHECK_EVERY = 8
 CHAINS = [chain(6, f"conversation {number}") for number in range(24)]
 BLOCKS = {block.meta.hashes[0]: block for blocks in CHAINS for block in blocks}
 

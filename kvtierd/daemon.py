@@ -319,9 +319,9 @@ class Daemon:
             self._deliver(session, replies)
         events = ladder.take_events()
         scanned = [found.tier for found in batch if isinstance(found, stimuli.Found) and found.last]
-        if self._merged is not None:
-            self._merged.committed = any(map(_is_commit, batch))
         if self._announcer is not None and (events or scanned):
+            if self._merged is not None:
+                self._merged.committed = any(map(_is_commit, batch))
             self._announcer.publish(events, scanned)
         self.pulse.turned(began)
         self._turned.set()

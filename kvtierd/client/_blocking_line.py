@@ -37,6 +37,9 @@ HANDSHAKE_TIME = 1.0
 # Reads that one poll() may make, so that a daemon that never stops talking cannot hold the caller.
 _POLL_READS = 64
 
+# Seconds; shorter waits are polled for, since the kernel's read timeout is coarse.
+_LEAST_WAIT = 0.01
+
 
 class Line:
     """One connection after another, and the waiting on it. All of it happens under one lock."""
@@ -226,15 +229,24 @@ class Line:
 
     def _pump(self, until: float) -> bool:
         """Read once, as soon as there is something; False when ``until`` comes first."""
+        left = until - time.monotonic()
+        if left > _LEAST_WAIT:
+            return self._keep(self.channel.wait(left))
         if not self._wait(select.POLLIN, until):
             return False
         self._take()
         return True
 
     def _take(self) -> None:
-        for reply in self.channel.receive():
+        self._keep(self.channel.receive())
+
+    def _keep(self, replies: Iterable[Reply] | None) -> bool:
+        if replies is None:
+            return False
+        for reply in replies:
             self._answers[reply.id] = reply
         self.channel.flush()  # what a late answer handed out goes back
+        return True
 
     def _wait(self, events: int, until: float) -> bool:
         assert self.channel.sock is not None

@@ -252,7 +252,7 @@ class Link:
         self.output += frame(encode(request))
         return request.id
 
-    def _decode(self, payload: bytes) -> Reply | None:
+    def _decode(self, payload: bytes | memoryview) -> Reply | None:
         try:
             return decode_server(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from kvtierd.core.geometry import UNIT
 from kvtierd.core.holdings import Limit
 from kvtierd.core.ledger import Change, Counters
 from kvtierd.core.loads import Loads
-from kvtierd.core.model import BlockKey, Departure, TierEvent, block_ids, group_of
+from kvtierd.core.model import GROUP_BYTES, BlockKey, Departure, TierEvent, block_ids
 from kvtierd.core.operator import Operator
 from kvtierd.core.refusal import Refusal, check_meta, check_tiers
 from kvtierd.core.resets import Resets
@@ -165,6 +165,8 @@ class Ladder:
             session = self.sessions.open.get(number)
             if session is None:
                 raise Refusal(ErrorCode.NOT_ATTACHED, f"{type(request).__name__} needs an attach first")
+            if type(request) is stimuli.Lookup and self.loads.plain_hits(session, request):
+                return
             self._check(session, request)
             if not self.takes_stores and isinstance(request, stimuli.PrepareStore):
                 raise Refusal(ErrorCode.STOPPING, "the daemon is being drained and takes no stores")
@@ -180,7 +182,7 @@ class Ladder:
             raise Refusal(ErrorCode.NOT_ALLOWED, f"{type(request).__name__} is for the scheduler session")
         keys: Sequence[BlockKey] = getattr(request, "keys", ())
         groups = len(self.stack.primary.spaces[session.namespace].layout.groups)
-        group = max(map(group_of, keys), default=0)
+        group = int.from_bytes(max([key[-GROUP_BYTES:] for key in keys], default=b""), "big")
         if group >= groups:
             raise Refusal(ErrorCode.BAD_REQUEST, f"group {group}: the layout has {groups} groups")
         self._check_tiers(request)

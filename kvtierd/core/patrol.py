@@ -62,7 +62,7 @@ class Patrol:
         """Return the pool's blocks; free slots are noted as seen, so that no block may have one of them."""
         found: list[tuple[PoolSpace, Node]] = []
         for space in self._ladder.stack.primary.spaces.values():
-            found += zip(itertools.repeat(space), space.blocks.nodes.values())
+            found += zip(itertools.repeat(space), space.blocks)
             for slot in space.arena.free_list():
                 self._mark(slot)
         return found
@@ -76,7 +76,7 @@ class Patrol:
 
     def _prove(self, space: PoolSpace, node: Node) -> None:
         block_id = node.block.id
-        _require(space.blocks.nodes.get(block_id) is node, f"{node} is not where its name leads", block_id)
+        _require(space.blocks.get(block_id) is node, f"{node} is not where its name leads", block_id)
         _require(node.pins >= 0, f"{node} has fewer than no pins", block_id)
         if node.state in (State.RESERVED, State.LOADING):
             _require(node.pins > 0, f"{node} is being written and nobody holds it", block_id)

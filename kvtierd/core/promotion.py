@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtierd.core.effects import BlockAt, Read
-from kvtierd.core.model import BlockId, Departure, group_of
+from kvtierd.core.model import BlockId, BlockKey, Departure, group_of
 from kvtierd.core.residency import Node, State
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
@@ -29,7 +29,7 @@ class Readable:
     """
 
     tier: SecondaryTier
-    find: Callable[[BlockId], Node | None]
+    find: Callable[[BlockKey], Node | None]
     room: float
     cold: int = 0
 
@@ -49,11 +49,11 @@ class Promotion:
         self.counted: set[Node] = set()
         """Blocks whose hit was counted when a lookup began their promotion: who asks next asks again."""
 
-    def readable(self, tiers: tuple[str, ...] | None) -> list[Readable]:
+    def readable(self, namespace: str, tiers: tuple[str, ...] | None) -> list[Readable]:
         """Return the secondaries (of those named) that may be read now, in the order of the stack."""
         now = self._stack.now
         return [
-            Readable(tier, tier.blocks.nodes.get, tier.loading.room(now))
+            Readable(tier, tier.blocks.of(namespace).get, tier.loading.room(now))
             for tier in self._stack.secondaries
             if (tiers is None or tier.name in tiers) and tier.gate.may_read(now)
         ]
@@ -86,7 +86,7 @@ class Promotion:
         if self.full(space):
             self._stack.primary.counters["promotion_over_budget"] += 1
             return None
-        below = tier.blocks.nodes[block_id]
+        below = tier.blocks.known(block_id)
         tier.blocks.pin(below)  # neither may the room made in the pool ever cost the source
         node = Node(below.block, State.LOADING, generation=self._stack.next_generation())
         node.pins = 1

@@ -9,11 +9,12 @@ a child may arrive before its parent.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from kvtierd.core.model import Block, BlockId, group_of, hash_of
+from kvtierd.core.model import Block, BlockId, BlockKey, group_of, hash_of
 from kvtierd.core.policies.base import Policy
 
 Link = tuple[str, int, "int | bytes"]
@@ -103,32 +104,47 @@ class ResidentSet:
         """Leaves taken from the policy because ``spare`` said so; entries can be stale."""
         self.spare: Callable[[BlockId], bool] | None = None
         """Whether a block should rather stay, as one whose copy to another tier is still to be made."""
-        self.nodes: dict[BlockId, Node] = {}
+        self._nodes: dict[str, dict[BlockKey, Node]] = {}
+        """By namespace, so that a request's keys are found as they come off the wire."""
         self._children: dict[Link, int] = {}
         self._owners: dict[Link, Node | list[Node]] = {}
         """By event hash; a list only where several blocks share one."""
 
     def __len__(self) -> int:
-        return len(self.nodes)
+        return sum(map(len, self._nodes.values()))
 
     def __iter__(self) -> Iterator[Node]:
-        return iter(self.nodes.values())
+        return itertools.chain.from_iterable(nodes.values() for nodes in self._nodes.values())
+
+    def of(self, namespace: str) -> dict[BlockKey, Node]:
+        """Return a namespace's nodes by key, in any state; the same mapping for the life of the set."""
+        nodes = self._nodes.get(namespace)
+        if nodes is None:
+            nodes = self._nodes[namespace] = {}
+        return nodes
 
     def get(self, block_id: BlockId) -> Node | None:
         """Return the block's node in any state."""
-        return self.nodes.get(block_id)
+        nodes = self._nodes.get(block_id[0])
+        return None if nodes is None else nodes.get(block_id[1])
+
+    def known(self, block_id: BlockId) -> Node:
+        """Return the node of a block that is in the set."""
+        return self._nodes[block_id[0]][block_id[1]]
 
     def resident(self, block_id: BlockId) -> Node | None:
         """Return the block's node if it is visible."""
-        node = self.nodes.get(block_id)
+        node = self.get(block_id)
         return node if node is not None and node.state is State.RESIDENT else None
 
     def add(self, node: Node) -> None:
         """Put a block in and protect its parent. Its id must not be in the set."""
-        assert node.block.id not in self.nodes, node
+        namespace, key = node.block.id
+        nodes = self.of(namespace)
+        assert key not in nodes, node
         if node.parent is not None and self._closes_a_cycle(node):
             node.parent = None  # such a ring of parents could never be evicted
-        self.nodes[node.block.id] = node
+        nodes[key] = node
         self._own(node)
         if node.parent is not None:
             self._protect(node)
@@ -164,7 +180,8 @@ class ResidentSet:
 
     def remove(self, node: Node) -> None:
         """Take a block out; its parent may become evictable. A pinned node keeps its slot till unpinned."""
-        del self.nodes[node.block.id]
+        namespace, key = node.block.id
+        del self._nodes[namespace][key]
         node.gone = True
         self._withdraw(node)
         self._disown(node)

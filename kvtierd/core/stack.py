@@ -101,7 +101,7 @@ class Stack:
             for node in leaf_first(node for node in space.blocks if not node.pins):
                 self.primary.forget(node, Departure.DETACHED)
             returned += space.arena.shrink()
-            if not space.arena.extents and not space.blocks.nodes:
+            if not space.arena.extents and not len(space.blocks):
                 self.primary.ledger.note(Shaped(space.layout, ()))
                 del self.primary.spaces[namespace]
         return returned > 0

@@ -84,6 +84,8 @@ class PoolSpace:
         self.geometry = geometry
         self.arena = Arena(extents, geometry.units)
         self.blocks = ResidentSet(policy)
+        self.index = self.blocks.of(self.namespace)
+        """The layout's nodes by key."""
         self.sessions: set[int] = set()
         self.promoting = 0
         """Slots of promotions under way or not read yet."""

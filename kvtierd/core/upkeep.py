@@ -82,7 +82,7 @@ class Upkeep:
     def scanned(self, tier: SecondaryTier) -> None:
         """End a tier's scan: announce what it found, root first, then trim to the capacity."""
         tier.scanning = False
-        nodes = [tier.blocks.nodes[block_id] for block_id in tier.unannounced]
+        nodes = [tier.blocks.known(block_id) for block_id in tier.unannounced]
         tier.unannounced.clear()
         for past in (tier.removed_in_scan, tier.unwelcome, tier.unwelcome_namespaces):
             past.clear()
@@ -121,7 +121,7 @@ class Upkeep:
             tier.overdue[block_id] = None
         victims = []
         for block_id in list(itertools.islice(reversed(tier.overdue), EXPIRY_BATCH)):
-            node = tier.blocks.nodes[block_id]  # the younger of a chain, its leaves, come first
+            node = tier.blocks.known(block_id)  # the younger of a chain, its leaves, come first
             if tier.blocks.evictable(node):
                 self._stack.retire(tier, node, Departure.TTL)
                 victims.append(block_id)

@@ -99,6 +99,13 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Serve what came, or keep it for when it is this connection's turn."""
+        if not self.in_line and self.outstanding < self._server.limits.max_requests:
+            request = self._wire.single(data)
+            if request is not None:
+                self._asked.asked(request, time.monotonic())
+                self.outstanding += 1
+                self._server.turn((Asked(self.number, request),))
+                return
         if self.in_line:
             self._wire.push(data)
             self._account()

@@ -62,8 +62,7 @@ def lose_a_pin(rig):
 
 def forget_a_name(rig):
     (space,) = rig.ladder.stack.primary.spaces.values()
-    nodes = space.blocks.nodes
-    nodes[BlockId(rig.layout.namespace(), key(99))] = nodes[BlockId(rig.layout.namespace(), key(2))]
+    space.index[key(99)] = space.index[key(2)]
 
 
 def lose_a_slot(rig):

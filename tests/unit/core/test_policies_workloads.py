@@ -25,9 +25,9 @@ def serve(trace: Trace, capacity: int, policy: str) -> int:
     hits = 0
     for request in trace:
         ids = [BlockId("ns", block_key(number.to_bytes(8, "big"))) for number in request]
-        found = next((at for at, block_id in enumerate(ids) if block_id not in blocks.nodes), len(ids))
+        found = next((at for at, block_id in enumerate(ids) if blocks.get(block_id) is None), len(ids))
         hits += found
-        path = [blocks.nodes[block_id] for block_id in ids[:found]]
+        path = [blocks.known(block_id) for block_id in ids[:found]]
         for node in reversed(path):
             blocks.touch(node)
             blocks.pin(node)

@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -298,7 +297,7 @@ class Daemon:
 
     def _run_turn(self, ladder: Ladder, guard: Guard, batch: Sequence[stimuli.Stimulus]) -> None:
         began = time.monotonic()
-        answers: dict[int, list[effects.Reply]] = defaultdict(list)
+        answers: dict[int, list[effects.Reply]] = {}
         todo: list[effects.Effect] = []
         for stimulus in batch:
             now = self._loop.time()
@@ -310,7 +309,7 @@ class Daemon:
             self._kept.record()  # before anybody acts on it
         for effect in todo:
             if isinstance(effect, effects.Answer):
-                answers[effect.session].append(effect.reply)
+                answers.setdefault(effect.session, []).append(effect.reply)
             else:
                 self._trail.started(ladder.stack, effect)
                 self._movers[effect.tier].submit(effect)

@@ -31,6 +31,11 @@ class Cascade:
         self._upkeep = upkeep
         self._demoting = [tier for tier in stack.secondaries if tier.spec.on_evict]
 
+    @property
+    def demotes(self) -> bool:
+        """Whether some tier is written on eviction."""
+        return bool(self._demoting)
+
     def want(self, ids: Iterable[BlockId], tiers: tuple[str, ...] | None) -> None:
         """Ask for copies of pool blocks in the named secondaries (``None``: all), root first."""
         ids = list(ids)
@@ -65,8 +70,6 @@ class Cascade:
 
     def demote(self, space: PoolSpace) -> None:
         """Keep some slots free for a tier that is written on eviction: write the next victims, then evict."""
-        if not self._demoting:
-            return
         missing = max(1, space.arena.slots // SPARE_SLOTS) - space.arena.free_slots
         if missing <= 0 or space.arena.can_grow():
             return

@@ -182,8 +182,7 @@ LadderReply = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):  # a dataclass takes five times as long to make when frozen
     """Send this reply or notice on the session."""
 
     session: int

@@ -119,8 +119,9 @@ class Ladder:
                 self._stop(stimulus)
             case _:
                 self._worked(stimulus)
-        for space in self.stack.primary.spaces.values():
-            self.cascade.demote(space)
+        if self.cascade.demotes:
+            for space in self.stack.primary.spaces.values():
+                self.cascade.demote(space)
         effects, self.stack.effects = self.stack.effects, []
         return effects
 

@@ -121,8 +121,8 @@ class Operator:
             namespace: space.layout for namespace, space in self._stack.primary.spaces.items()
         }
         for tier in self._stack.secondaries:
-            for block_id in tier.blocks.nodes:
-                known.setdefault(block_id.namespace, None)
+            for namespace in tier.blocks.namespaces():
+                known.setdefault(namespace, None)
         return known
 
     def _weigh(self, namespaces: frozenset[str] | None, tiers: Iterable[str]) -> Removals:

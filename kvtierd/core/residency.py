@@ -123,6 +123,10 @@ class ResidentSet:
             nodes = self._nodes[namespace] = {}
         return nodes
 
+    def namespaces(self) -> list[str]:
+        """Return the namespaces that have blocks here, in any state."""
+        return [namespace for namespace, nodes in self._nodes.items() if nodes]
+
     def get(self, block_id: BlockId) -> Node | None:
         """Return the block's node in any state."""
         nodes = self._nodes.get(block_id[0])

@@ -223,8 +223,7 @@ class Ordered:
     request: OperatorRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):  # a dataclass takes five times as long to make when frozen
     """A request arrived on a session (the number that the edge gave the connection)."""
 
     session: int

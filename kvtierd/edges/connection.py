@@ -285,7 +285,7 @@ class EngineConnection(asyncio.Protocol):
 
     def deliver(self, replies: Sequence[Reply]) -> None:
         """Send the ladder's replies and notices."""
-        self.outstanding -= sum(reply.id != 0 for reply in replies)
+        self.outstanding -= len([reply for reply in replies if reply.id])
         self._send(replies)
         self._account()
         if self._wire.closed:

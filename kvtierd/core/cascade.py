@@ -31,10 +31,11 @@ class Cascade:
         self._upkeep = upkeep
         self._demoting = [tier for tier in stack.secondaries if tier.spec.on_evict]
 
-    @property
-    def demotes(self) -> bool:
-        """Whether some tier is written on eviction."""
-        return bool(self._demoting)
+    def demote_all(self) -> None:
+        """Do :meth:`demote` for every layout, if some tier is written on eviction."""
+        if self._demoting:
+            for space in self._stack.primary.spaces.values():
+                self.demote(space)
 
     def want(self, ids: Iterable[BlockId], tiers: tuple[str, ...] | None) -> None:
         """Ask for copies of pool blocks in the named secondaries (``None``: all), root first."""

@@ -119,9 +119,7 @@ class Ladder:
                 self._stop(stimulus)
             case _:
                 self._worked(stimulus)
-        if self.cascade.demotes:
-            for space in self.stack.primary.spaces.values():
-                self.cascade.demote(space)
+        self.cascade.demote_all()
         effects, self.stack.effects = self.stack.effects, []
         return effects
 

@@ -44,6 +44,7 @@ from kvtierd.edges.watch import BEAT_SECONDS, Watch
 from kvtierd.errors import InvariantBroken, PoolError
 from kvtierd.logs.events import event
 from kvtierd.orders import Orders
+from kvtierd.reload import Reloader
 from kvtierd.report import Report
 from kvtierd.takeover import Takeover
 
@@ -65,6 +66,7 @@ class Daemon:
         self.report = Report(self)
         self._trail = Trail()
         self.orders = Orders(self)
+        self.reloader = Reloader(self)
         self.state = "starting"
         self._paranoid = paranoid
         self._stop = asyncio.Event()
@@ -184,6 +186,7 @@ class Daemon:
         if not self._ticking:
             self._ticking = True
             self._tick()
+        self.reloader.follow()
         self.state = "ready"
         if self._hub is not None:
             log.info(

@@ -93,6 +93,7 @@ async def written(daemon: Daemon) -> None:
 
 def close(daemon: Daemon) -> None:
     """Give everything back that a start took, as far as no thread may still touch it."""
+    daemon.reloader.close()
     daemon.watch.stop()
     if daemon._liveness is not None:
         daemon._liveness.close()

@@ -12,7 +12,7 @@ from kvtierd.core.effects import ErrorCode, Refused, Reply
 from kvtierd.core.stimuli import OperatorEvict, OperatorRequest, OperatorReset, Request
 from kvtierd.logs import output
 from kvtierd.logs.events import event
-from kvtierd.wire.messages import Draining, DrainRequest, LogLevel, LogLevelRequest
+from kvtierd.wire.messages import Draining, DrainRequest, LogLevel, LogLevelRequest, ReloadRequest
 
 if TYPE_CHECKING:
     from kvtierd.daemon import Daemon
@@ -35,6 +35,7 @@ class Orders:
             OperatorReset: self._to_ladder,
             OperatorEvict: self._to_ladder,
             DrainRequest: self._drain,
+            ReloadRequest: self._reload,
         }
 
     def _log_level(self, session: int, request: LogLevelRequest) -> Reply:
@@ -54,6 +55,14 @@ class Orders:
                 extra=event("operator_order", order=type(request).__name__, request=request.id),
             )
         self._daemon.turn([stimuli.Ordered(session, request)])
+        return None
+
+    def _reload(self, session: int, request: ReloadRequest) -> Reply | None:
+        self._daemon.reloader.answer(
+            request.id,
+            dry_run=request.dry_run,
+            deliver=lambda reply: self._daemon._deliver(session, [reply]),
+        )
         return None
 
     def _drain(self, session: int, request: DrainRequest) -> Reply:

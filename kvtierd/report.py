@@ -18,6 +18,7 @@ from kvtierd.edges.metrics.plan import make_plan
 from kvtierd.edges.watch import HANGS_AFTER
 
 if TYPE_CHECKING:
+    from kvtierd.config.schema import TierFile
     from kvtierd.daemon import Daemon
 
 TAIL = 50
@@ -33,6 +34,10 @@ class Report:
         self.history = History(self.sample)
         self.logs: Callable[[], dict[str, Any]] = dict
         """Figures of the log, where this process has one."""
+
+    def tier_file_changed(self, tier_file: TierFile) -> None:
+        """Show what another tier file says."""
+        self._plan = make_plan(tier_file)
 
     def health(self) -> dict[str, Any]:
         """Return what probes need: the state, whether engines are served, ages, and what is in trouble.
@@ -70,6 +75,7 @@ class Report:
             **self.health(),
             "watch": daemon.watch.report(),
             "log": self.logs(),
+            "config": daemon.reloader.statistics(),
         }
         if daemon._kept is not None:
             body["pool"] = daemon._kept.statistics()

@@ -28,6 +28,7 @@ COMMANDS = {
     "reset": ("kvtierd.cli.reset", "remove namespaces, models or tenants, or everything"),
     "evict": ("kvtierd.cli.evict", "make room in a tier"),
     "drain": ("kvtierd.cli.drain", "take no stores, be unready and write down what only the pool holds"),
+    "reload": ("kvtierd.cli.reload", "take the changed tier file over"),
     "gc": ("kvtierd.cli.gc", "find and remove what no daemon needs in a tier's storage"),
     "verify": ("kvtierd.cli.verify", "prove every block in a tier's storage"),
     "events": ("kvtierd.cli.events", "watch the event stream"),

@@ -35,7 +35,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="run the daemon",
-        description="Run the daemon until SIGTERM or SIGINT; a second signal ends it at once.",
+        description="Run the daemon until SIGTERM or SIGINT; a second signal ends it at once. SIGHUP reloads"
+        " the tier file.",
     )
     parser.add_argument("--config", metavar="F", required=True, help="the tier file")
     parser.add_argument(
@@ -70,7 +71,7 @@ def _run(args: argparse.Namespace, loaded: Loaded, logs: Logs) -> int:
         log.warning("%s", warning, extra=event("config_warning"))
     _announce(args.config, loaded.tier_file)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(loaded.tier_file, logs, paranoid=args.paranoid, takeover=args.takeover))
+        runner.run(_serve(loaded, logs, paranoid=args.paranoid, takeover=args.takeover))
     return ExitCode.OK
 
 
@@ -107,11 +108,14 @@ def _announce(path: str, tier_file: TierFile) -> None:
     )
 
 
-async def _serve(tier_file: TierFile, logs: Logs, *, paranoid: bool, takeover: bool) -> None:
+async def _serve(loaded: Loaded, logs: Logs, *, paranoid: bool, takeover: bool) -> None:
+    from kvtierd.config.load import load_tier_file
     from kvtierd.daemon import Daemon
+    from kvtierd.reload import Reloader
 
-    daemon = Daemon(tier_file, paranoid=paranoid, takeover=takeover)
+    daemon = Daemon(loaded.tier_file, paranoid=paranoid, takeover=takeover)
     daemon.report.logs = logs.statistics
+    daemon.reloader = Reloader(daemon, lambda: load_tier_file(loaded.path, os.environ), loaded.path)
     tame_collector()
     loop = asyncio.get_running_loop()
 
@@ -121,6 +125,8 @@ async def _serve(tier_file: TierFile, logs: Logs, *, paranoid: bool, takeover: b
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number.name)
+
+    loop.add_signal_handler(signal.SIGHUP, lambda: daemon.reloader.begin("SIGHUP"))
 
     def tell() -> None:
         logs.limiter.tell()

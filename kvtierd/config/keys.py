@@ -27,6 +27,8 @@ _SECTIONS: dict[tuple[str, ...], tuple[type[Section], ...]] = {
     ("events", "audiences", "*", "curve"): (Curve,),
     ("events", "relay", "*"): (Relay,),
     ("admin",): (schema.Admin,),
+    ("log",): (schema.Log,),
+    ("traces",): (schema.Traces,),
     ("access",): (access.Access,),
     ("access", "engine"): (access.Peers,),
     ("access", "control"): (access.Peers,),

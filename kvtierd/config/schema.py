@@ -240,7 +240,10 @@ class Traces(Section):
 
 
 class TierFile(Section):
-    """A whole tier file. The order of ``tiers`` is the order in which their events are drained."""
+    """A whole tier file. The order of ``tiers`` is the order in which their events are drained.
+
+    ``watch_file``: how often to look whether this file changed, to reload it then; ``null``: never.
+    """
 
     version: Annotated[Literal[1], BeforeValidator(_check_version)]
     runtime_dir: AbsolutePath = Path("/run/kvtierd")
@@ -253,6 +256,7 @@ class TierFile(Section):
     traces: Traces = Traces()
     access: Access = Access()
     engine: Engine = Engine()
+    watch_file: Duration | None = None
 
     @property
     def primary(self) -> CpuTier:

@@ -55,6 +55,10 @@ class Limit:
         self.max_leases = max_leases
         self._job_ttl, self._lease_ttl = job_ttl, lease_ttl
 
+    def retune(self, max_leases: int, job_ttl: float, lease_ttl: float) -> None:
+        """Put other limits in force; what is held already stays."""
+        self.max_leases, self._job_ttl, self._lease_ttl = max_leases, job_ttl, lease_ttl
+
     def problem(self, session: Session, request: LadderRequest) -> str:
         """Say why a request that would hold more is not taken; nothing if it is."""
         if isinstance(request, Lookup):

@@ -117,7 +117,7 @@ def _check_secondary(ladder: Ladder, tier: SecondaryTier) -> None:
     _require(stuck == tier.stuck_bytes, f"{tier.name}: {stuck} bytes undeletable, {tier.stuck_bytes} counted")
     if tier.spec.ttl is not None:
         there = {node.block.id for node in tier.blocks if node.state is State.RESIDENT}
-        known = [*tier.ages, *tier.overdue]
+        known = [*tier.ages, *tier.overdue, *tier.unaged]
         _require(
             len(known) == len(there) and there == set(known),
             f"{tier.name}: ages are kept for other blocks than the resident",

@@ -110,11 +110,8 @@ class Ladder:
                 self.custody.process_gone(process)
             case stimuli.Tick():
                 self._tick()
-            case stimuli.Drain(stores):
-                self.takes_stores = self.takes_stores and stores
-                self.cascade.write_down()
-            case stimuli.Resume():
-                self.takes_stores = True
+            case stimuli.Drain() | stimuli.Resume() | stimuli.Retune():
+                self._steer(stimulus)
             case stimuli.Stop():
                 self._stop(stimulus)
             case _:
@@ -372,6 +369,26 @@ class Ladder:
         """Evict what could not be evicted when the tier went over its capacity."""
         if tier.spec.capacity is not None and not tier.scanning:
             self.upkeep.trim(tier, tier.spec.capacity - tier.writing - tier.stuck_bytes)
+
+    def _steer(self, stimulus: stimuli.Steering) -> None:
+        match stimulus:
+            case stimuli.Drain(stores):
+                self.takes_stores = self.takes_stores and stores
+                self.cascade.write_down()
+            case stimuli.Resume():
+                self.takes_stores = True
+            case stimuli.Retune():
+                self._retune(stimulus)
+
+    def _retune(self, wanted: stimuli.Retune) -> None:
+        self.stores.retune(wanted.job_ttl)
+        self.loads.retune(wanted.lease_ttl)
+        self.limit.retune(wanted.max_leases, wanted.job_ttl, wanted.lease_ttl)
+        for name, limits in wanted.tiers.items():
+            tier = self.stack.by_name[name]
+            tier.retune(limits)
+            self._trim(tier)
+            self.cascade.pump(tier)
 
     def _stop(self, stop: stimuli.Stop) -> None:
         """Answer what waits and announce that the pool's blocks go away with the process, if they do."""

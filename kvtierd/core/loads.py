@@ -57,6 +57,10 @@ class Loads:
 
     # -- lookup -------------------------------------------------------------------------------------
 
+    def retune(self, lease_ttl: float) -> None:
+        """Give leases from now on at most so many seconds."""
+        self._ttl = lease_ttl
+
     def plain_hits(self, session: Session, request: Lookup) -> bool:
         """Answer a lookup whose keys are all in the pool and that only asks; whether it was such a one.
 

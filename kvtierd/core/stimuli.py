@@ -8,7 +8,7 @@ client; its answer (:mod:`kvtierd.core.effects`) carries the same ``id``. Durati
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -350,6 +350,29 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class TierLimits:
+    """The limits of a secondary, as in :class:`kvtierd.core.tier.TierSpec`."""
+
+    capacity: int | None
+    budget: int
+    ttl: float | None
+    max_load_time: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Retune:
+    """Other limits are in force: of tiers by name, and for jobs and leases that begin from now on (seconds).
+
+    What is more than a tier may hold now leaves little by little.
+    """
+
+    tiers: Mapping[str, TierLimits]
+    job_ttl: float
+    lease_ttl: float
+    max_leases: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Clean stop: answer what waits; announce that the pool's blocks are gone, unless it is kept."""
 
@@ -357,4 +380,5 @@ class Stop:
 
 
 Worked = Finished | Stalled | Probed | Found | Usable
-Stimulus = Asked | Ordered | SessionClosed | ProcessDied | Worked | Tick | Drain | Resume | Stop
+Steering = Drain | Resume | Retune
+Stimulus = Asked | Ordered | SessionClosed | ProcessDied | Worked | Tick | Steering | Stop

@@ -30,6 +30,10 @@ class Stores:
         self._wishes: dict[Node, set[tuple[str, ...] | None]] = {}
         """Where else blocks shall go that a store found reserved by another one (pending is not never)."""
 
+    def retune(self, job_ttl: float) -> None:
+        """Give jobs from now on so many seconds."""
+        self._ttl = job_ttl
+
     def prepare(self, session: Session, request: PrepareStore) -> None:
         """Reserve what can be reserved; what cannot is named with the reason."""
         space = self._stack.primary.spaces[session.namespace]

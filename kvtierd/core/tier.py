@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from kvtierd.core.pace import ReadPace
 from kvtierd.core.policies.base import Policy
 from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.slots import Arena, ExtentMap
+from kvtierd.core.stimuli import TierLimits
 
 UNWELCOME_LIMIT = 1 << 16
 
@@ -211,6 +213,8 @@ class SecondaryTier(Tier):
         """When each block was last used, oldest first; kept only with a ttl."""
         self.overdue: OrderedDict[BlockId, None] = OrderedDict()
         """Blocks past the ttl that could not leave yet, as parents of younger ones; not in ``ages``."""
+        self.unaged: OrderedDict[BlockId, None] = OrderedDict()
+        """Blocks from before there was a ttl, whose age begins soon; not in ``ages``."""
         self.asked: dict[BlockId, int] = {}
         """Blocks that a probe in flight looks for, and its number; not those that left meanwhile."""
         self.doomed: set[BlockId] = set()
@@ -226,6 +230,23 @@ class SecondaryTier(Tier):
         """Namespaces that were reset while the scan ran."""
         self.all_unwelcome = False
         """Whether everything was."""
+
+    def retune(self, limits: TierLimits) -> None:
+        """Put other limits in force; that it holds no more than it may is left to others."""
+        if limits.ttl is None:
+            for ages in (self.ages, self.overdue, self.unaged):
+                ages.clear()
+        elif self.spec.ttl is None:
+            visible = (node for node in self.blocks if node.state is State.RESIDENT)
+            self.unaged = OrderedDict.fromkeys(node.block.id for node in visible)
+        self.spec = dataclasses.replace(
+            self.spec,
+            capacity=limits.capacity,
+            budget=limits.budget,
+            ttl=limits.ttl,
+            max_load_time=limits.max_load_time,
+        )
+        self.gate.budget, self.loading.bound = limits.budget, limits.max_load_time
 
     def resident(self, block_id: BlockId) -> Node | None:
         """Return a block's node if it is visible."""
@@ -305,6 +326,7 @@ class SecondaryTier(Tier):
         """Note a use for the ttl."""
         if self.spec.ttl is not None:
             self.overdue.pop(block_id, None)
+            self.unaged.pop(block_id, None)
             self.ages[block_id] = when
             self.ages.move_to_end(block_id)
 
@@ -322,6 +344,7 @@ class SecondaryTier(Tier):
         self.used -= node.size
         self.ages.pop(node.block.id, None)
         self.overdue.pop(node.block.id, None)
+        self.unaged.pop(node.block.id, None)
         self.asked.pop(node.block.id, None)
         if self.scanning:
             self.removed_in_scan.add(node.block.id)

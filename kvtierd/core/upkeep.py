@@ -13,6 +13,9 @@ from kvtierd.core.tier import SecondaryTier
 
 WRITE_BATCH = 64
 EXPIRY_BATCH = 256
+TRIM_BATCH = 512
+"""Blocks that one deletion makes room of: a lowered limit must not hold up a turn."""
+AGE_BATCH = 4096
 STUCK_BATCH = 64
 STUCK_RETRY = 30.0
 
@@ -33,16 +36,24 @@ class Upkeep:
             return False
         ahead = max(size, min(size * len(tier.wanted), size * WRITE_BATCH, capacity // 16))
         held = tier.writing + tier.stuck_bytes
-        self.trim(tier, capacity - ahead - held)
-        return tier.used + held + size <= capacity
+        more = self.trim(tier, capacity - ahead - held)
+        return more or tier.used + held + size <= capacity
 
-    def trim(self, tier: SecondaryTier, limit: int, why: Departure = Departure.CAPACITY) -> None:
-        """Evict leaves until at most ``limit`` bytes are resident or no leaf is left."""
+    def trim(self, tier: SecondaryTier, limit: int, why: Departure = Departure.CAPACITY) -> bool:
+        """Evict leaves until at most ``limit`` bytes are resident or no leaf is left.
+
+        Of much, only a part goes now, and the next when that is deleted; whether it is so.
+        """
         victims: list[BlockId] = []
-        while tier.used > limit and (victim := tier.blocks.victim()) is not None:
+        while tier.used > limit:
+            if len(victims) == TRIM_BATCH:
+                break
+            if (victim := tier.blocks.victim()) is None:
+                break
             self._stack.retire(tier, victim, why)
             victims.append(victim.block.id)
         self._stack.start_delete(tier, victims)
+        return len(victims) == TRIM_BATCH
 
     def deleted(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
         """Take a deletion's outcomes: the bytes are free, but for what could not be deleted."""
@@ -102,6 +113,9 @@ class Upkeep:
     def tick(self, tier: SecondaryTier) -> None:
         """Expire what was not used for the tier's ttl; try again to delete what could not be deleted."""
         now = self._stack.now
+        if tier.unaged:
+            for block_id in list(itertools.islice(tier.unaged, AGE_BATCH)):
+                tier.used_at(block_id, now)
         if tier.spec.ttl is not None:
             self._expire(tier, now - tier.spec.ttl)
         if tier.stuck and now >= self._retry_at[tier.name]:

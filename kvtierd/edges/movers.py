@@ -95,6 +95,16 @@ class Mover:
         self._readers = Threads(f"{tier}-read", readers, self._run, clock)
         self._writers = Threads(f"{tier}-write", writers, self._run, clock)
 
+    @property
+    def backend(self) -> Backend:
+        """The tier's storage."""
+        return self._backend
+
+    def retune(self, deadline: float) -> None:
+        """Put another deadline in force, also for what runs already."""
+        self._deadline = deadline
+        self.check_deadlines()
+
     def submit(self, effect: Work) -> None:
         """Start an effect; its callback gets the outcomes, in the order of its blocks."""
         ids, figures, threads = ids_of(effect), self._figures[kind_of(effect)], self._threads_of(effect)

@@ -12,6 +12,8 @@ from typing import Any
 EVENTS = {
     "admin_failed": "a page of the admin port cannot be made",
     "admin_request_dropped": "a request to the admin port broke off (debug)",
+    "config_reload_refused": "a changed tier file was not taken over; with every reason",
+    "config_reloaded": "a changed tier file is in force; with the keys that differ",
     "config_warning": "the tier file is valid but doubtful",
     "connection_closed": "a connection was closed for what it did or did not do",
     "connection_refused": "a connection was not let in",

@@ -7,7 +7,7 @@
 
 _shtab_kvtierd_events_subparsers=(tail watch)
 _shtab_kvtierd_bench_subparsers=(rpc tiers events)
-_shtab_kvtierd_subparsers=(serve check schema status top inventory log-level reset evict drain gc verify events replay demo bench completion version)
+_shtab_kvtierd_subparsers=(serve check schema status top inventory log-level reset evict drain reload gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve_option_strings=(-h --help --config --takeover --log-level --log-format --paranoid)
 _shtab_kvtierd_check_option_strings=(-h --help --config --print-effective --json)
@@ -19,6 +19,7 @@ _shtab_kvtierd_log_level_option_strings=(-h --help --socket --config --deadline 
 _shtab_kvtierd_reset_option_strings=(-h --help --namespace --model --tenant --tier --all --yes --dry-run --json --socket --config --deadline)
 _shtab_kvtierd_evict_option_strings=(-h --help --tier --bytes --blocks --namespace --dry-run --json --socket --config --deadline)
 _shtab_kvtierd_drain_option_strings=(-h --help --wait --undo --json --socket --config --deadline)
+_shtab_kvtierd_reload_option_strings=(-h --help --dry-run --json --socket --config --deadline)
 _shtab_kvtierd_gc_option_strings=(-h --help --config --path --tier --keep --unused-for --yes --json)
 _shtab_kvtierd_verify_option_strings=(-h --help --config --path --tier --remove --json)
 _shtab_kvtierd_events_tail_option_strings=(-h --help --endpoint --config --audience --topic --replay --since --count --timeout --json --tokens --empty --server-key --secret-key)
@@ -44,7 +45,7 @@ _shtab_kvtierd_bench_tiers___io_choices=(auto direct buffered)
 _shtab_kvtierd_bench_events___part_choices=(forms latency stall snapshot catch-up)
 _shtab_kvtierd_bench_pos_0_choices=(rpc tiers events)
 _shtab_kvtierd_completion_pos_0_choices=(bash zsh)
-_shtab_kvtierd_pos_0_choices=(serve check schema status top inventory log-level reset evict drain gc verify events replay demo bench completion version)
+_shtab_kvtierd_pos_0_choices=(serve check schema status top inventory log-level reset evict drain reload gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve__h_nargs=0
 _shtab_kvtierd_serve___help_nargs=0
@@ -84,6 +85,10 @@ _shtab_kvtierd_drain___help_nargs=0
 _shtab_kvtierd_drain___wait_nargs='?'
 _shtab_kvtierd_drain___undo_nargs=0
 _shtab_kvtierd_drain___json_nargs=0
+_shtab_kvtierd_reload__h_nargs=0
+_shtab_kvtierd_reload___help_nargs=0
+_shtab_kvtierd_reload___dry_run_nargs=0
+_shtab_kvtierd_reload___json_nargs=0
 _shtab_kvtierd_gc__h_nargs=0
 _shtab_kvtierd_gc___help_nargs=0
 _shtab_kvtierd_gc___yes_nargs=0

@@ -20,10 +20,11 @@ _shtab_kvtierd_commands() {
     gc:'List stale temporaries, quarantined blocks and namespaces in the storage of tiers, and remove with --yes what is marked so, unless a living daemon uses it. Namespaces are marked only when asked for: with --keep all that are not kept, with --unused-for those that were not used for so long, with both what is neither.'
     inventory:'Count the blocks of every namespace in every tier of a running daemon, or list them with --blocks. It is read page by page beside the daemon'"'"'s work: blocks that come or go meanwhile may be missing. Models are known of namespaces that an engine attached since the daemon'"'"'s start.'
     log-level:'Print the level of a running daemon'"'"'s log; with LEVEL change it first, until the next restart. At debug there is a line for each request and each operation of a tier.'
+    reload:'Have a running daemon read its tier file again and take over what changed: limits, TTLs, deadlines, who may connect, the level of the log. If anything else changed, or the file is wrong, nothing is taken over and every reason is told (exit code 78). Variables are those that the daemon was started with.'
     replay:'Replay a request trace through the real tier logic in simulation and print what each tier would have served, next to the best possible (Belady) for the same room. A trace has one JSON object a line, with timestamp (milliseconds) and hash_ids (ids of the prompt'"'"'s prefix blocks, first block first).'
     reset:'Remove every block that is chosen, whoever uses it, from the named tiers of a running daemon (default: from all); it ends when no restart could find them again. Several choices narrow it down: what fits all of them goes. Readers of the event stream hear of each block.'
     schema:'Print the JSON Schema of the tier file, for editors. `kvtierd check` is more precise.'
-    serve:'Run the daemon until SIGTERM or SIGINT; a second signal ends it at once.'
+    serve:'Run the daemon until SIGTERM or SIGINT; a second signal ends it at once. SIGHUP reloads the tier file.'
     status:'Print the status of a running daemon; --json has every figure. Exit code 0: it answered, 69: none does.'
     top:'Show tiers, engines, readers and what needs a hand, renewed every second, until Ctrl-C. It goes on while the daemon is away. Without a terminal: two looks, for rates, then the end.'
     verify:'Read every block in the storage of tiers and prove its header and payload; a daemon may use it meanwhile. Exit code 0: all are good, or with --remove all that were not are out; 74: some are corrupt or cannot be read.'
@@ -247,6 +248,18 @@ _shtab_kvtierd_log_level_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_log_level_defaults_added=0
 
+_shtab_kvtierd_reload_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--dry-run[only say what would change]"
+  "--json[print JSON]"
+  "--socket[default\: \/run\/kvtierd\/control.sock]:PATH:"
+  "--config[find the socket through this tier file]:F:"
+  "--deadline[seconds to wait (default 2)]:S:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_reload_defaults_added=0
+
 _shtab_kvtierd_replay_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--tiers[the CPU tier first, then those below it, for instance cpu\=10000,disk\=100000\; below the first, \'unlimited\' will do]:NAME=BLOCKS,...:"
@@ -370,6 +383,7 @@ _shtab_kvtierd() {
         gc) _arguments -C -s $_shtab_kvtierd_gc_options ;;
         inventory) _arguments -C -s $_shtab_kvtierd_inventory_options ;;
         log-level) _arguments -C -s $_shtab_kvtierd_log_level_options ;;
+        reload) _arguments -C -s $_shtab_kvtierd_reload_options ;;
         replay) _arguments -C -s $_shtab_kvtierd_replay_options ;;
         reset) _arguments -C -s $_shtab_kvtierd_reset_options ;;
         schema) _arguments -C -s $_shtab_kvtierd_schema_options ;;

@@ -66,6 +66,15 @@ class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
     undo: bool = False
 
 
+class ReloadRequest(Request, frozen=True, kw_only=True, tag="reload"):
+    """Take the changed tier file over, all of it or nothing (``dry_run``: only say).
+
+    On the control socket only.
+    """
+
+    dry_run: bool = False
+
+
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     """The version and features in force on this connection."""
 
@@ -97,6 +106,23 @@ class Draining(Reply, frozen=True, kw_only=True, tag="draining"):
     blocked: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class ConfigChange(msgspec.Struct, frozen=True, array_like=True):
+    """A key of the tier file that differs; ``refusal``: why only a restart takes it over, or empty."""
+
+    key: str
+    before: str
+    after: str
+    refusal: str = ""
+
+
+class Reloaded(Reply, frozen=True, kw_only=True, tag="reloaded"):
+    """``outcome``: ``applied``, ``unchanged`` or ``refused``; ``problem`` says why (a line for each)."""
+
+    outcome: str
+    changes: tuple[ConfigChange, ...] = ()
+    problem: str = ""
+
+
 class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
     """``cursor`` is 0 after the last page. ``models``: what is known of the page's namespaces."""
 
@@ -105,12 +131,12 @@ class SurveyPage(Reply, frozen=True, kw_only=True, tag="survey_page"):
     models: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-Order = LogLevelRequest | DrainRequest | stimuli.OperatorRequest
+Order = LogLevelRequest | DrainRequest | ReloadRequest | stimuli.OperatorRequest
 """What changes the daemon; only the control socket takes it."""
 Unattached = StatusRequest | SurveyRequest | Order
 """What can be asked without an attach."""
 ClientMessage = Hello | Unattached | stimuli.LadderRequest
-ServerMessage = Welcome | StatusReport | SurveyPage | LogLevel | Draining | effects.LadderReply
+ServerMessage = Welcome | StatusReport | SurveyPage | LogLevel | Draining | Reloaded | effects.LadderReply
 
 
 def verb_of(message: type[Request]) -> str:

@@ -65,7 +65,7 @@ class FsBackend:
         self.name = name
         self.root = Path(root)
         self.shared = shared
-        self._min_free = min_free
+        self.min_free = min_free
         self._device: int | None = None
         self._inode = 0
         self._lock: RootLock | None = None
@@ -327,7 +327,7 @@ class FsBackend:
         )
 
     def _write_all(self, files: SegmentFiles, transfers: Sequence[Transfer]) -> list[Outcome]:
-        room = Room(files.folders, self._min_free)
+        room = Room(files.folders, self.min_free)
         placed: dict[int, Place] = {}
         outcomes = []
         for i, transfer in enumerate(transfers):

@@ -51,6 +51,7 @@ CLIENT = [
     messages.SurveyRequest(id=18, tier="disk", cursor=1024, limit=100),
     messages.LogLevelRequest(id=20, level="debug"),
     messages.DrainRequest(id=21, undo=True),
+    messages.ReloadRequest(id=24, dry_run=True),
     stimuli.OperatorReset(
         id=22, namespaces=("ab",), model="org/model", tenant="t1", tiers=("disk",), dry_run=True
     ),
@@ -91,6 +92,12 @@ SERVER = [
     messages.StatusReport(id=2, body={"pool": {"bytes": 1 << 33, "pinned": False}, "tiers": ["cpu"]}),
     messages.LogLevel(id=20, level="debug"),
     messages.Draining(id=21, draining=True, waiting={"disk": 3}, blocked={"far": "cannot be reached"}),
+    messages.Reloaded(
+        id=24,
+        outcome="refused",
+        changes=(messages.ConfigChange("pool.bytes", "1GiB", "2GiB", "needs a restart"),),
+        problem="pool.bytes: needs a restart",
+    ),
     effects.Removed(
         id=22, blocks={"disk": 2}, bytes={"disk": 8192}, namespaces=("ab",), unknown=("cd",), left=1
     ),

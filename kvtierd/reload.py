@@ -189,7 +189,7 @@ class Reloader:
             "reload (%s): %s",
             why,
             ", ".join(f"{c.key} {_shown(c.before)} -> {_shown(c.after)}" for c in found) or "nothing differs",
-            extra=event("config_reloaded", outcome=outcome, keys=keys),
+            extra=event("config_reloaded", outcome=outcome, changed=keys),
         )
 
     def _spawn(self, work: Any) -> None:

@@ -24,7 +24,7 @@ from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Block
 from kvtierd.core.refusal import unknown_tier
-from kvtierd.edges import pinning
+from kvtierd.edges import pinning, systemd
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
@@ -67,6 +67,7 @@ class Daemon:
         self._trail = Trail()
         self.orders = Orders(self)
         self.reloader = Reloader(self)
+        self.life = systemd.Life()
         self.state = "starting"
         self._paranoid = paranoid
         self._stop = asyncio.Event()
@@ -188,6 +189,7 @@ class Daemon:
             self._tick()
         self.reloader.follow()
         self.state = "ready"
+        self.life.ready("engines can attach")
         if self._hub is not None:
             log.info(
                 "events: %s",
@@ -363,6 +365,7 @@ class Daemon:
         self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
         self.pulse.ticked(TICK_SECONDS)
         self.turn([stimuli.Tick()])
+        self.life.turned()
         self._see_engines()
         self.report.history.tick(time.monotonic())
         if self._announcer is not None:

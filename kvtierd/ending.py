@@ -23,6 +23,8 @@ async def drain(daemon: Daemon) -> None:
     """Finish what is under way within the grace period, then say that the pool is gone."""
     if daemon.state != "aborting":
         daemon.state = "stopping"
+    if not daemon._gone:
+        daemon.life.stopping()
     grace = daemon.tier_file.engine.shutdown_grace
     deadline = daemon._loop.time() + grace
     await daemon._takeover.close()

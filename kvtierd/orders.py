@@ -73,6 +73,7 @@ class Orders:
         if request.undo == self.draining:
             self.draining = not request.undo
             daemon.state = "draining" if self.draining else "ready"
+            daemon.life.status("drained by an operator" if self.draining else "engines can attach")
             log.warning(
                 "%s by an operator",
                 "the drain is undone" if request.undo else "drained",

@@ -79,6 +79,8 @@ class Reloader:
     async def reload(self, why: str, *, dry_run: bool = False) -> tuple[str, list[Change], str]:
         """Read the file and put it in force; return the outcome, what differs, and what is wrong."""
         async with self._lock:
+            if not dry_run:
+                self._daemon.life.reloading()
             outcome, new, found, problem = await self._examine()
             if dry_run:
                 return outcome, found, problem
@@ -89,6 +91,7 @@ class Reloader:
             if outcome != "refused":
                 self._loaded_at = time.time()
             self._tell(why, outcome, found, problem)
+            self._daemon.life.ready(f"reload {outcome} {problem}".strip().splitlines()[0])
             return outcome, found, problem
 
     def follow(self) -> None:

@@ -29,8 +29,12 @@ class Manager:
         self.kept: list[tuple[str, int]] = []
 
     def hear(self) -> dict[str, str]:
-        data, ancillary, _, _ = self._sock.recvmsg(4096, socket.CMSG_SPACE(16))
-        said = dict(line.split("=", 1) for line in data.decode().splitlines())
+        """Return the next word about the descriptor store."""
+        while True:
+            data, ancillary, _, _ = self._sock.recvmsg(4096, socket.CMSG_SPACE(16))
+            said = dict(line.split("=", 1) for line in data.decode().splitlines())
+            if "FDNAME" in said:
+                break
         for _, _, raw in ancillary:
             got = array.array("i", raw)
             self.kept += [(said["FDNAME"], fd) for fd in got]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,30 @@ def swap(link: Path, target: str) -> None:
     new = link.with_name("new")
     new.symlink_to(target)
     new.replace(link)
+
+
+def test_the_service_manager_hears_of_start_reload_and_stop(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(slots=64)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(20)
+        manager.bind(str(rig.folder / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(rig.folder / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "100000")
+
+        def until(word: str) -> list[str]:
+            heard: list[str] = []
+            while word not in heard:
+                heard += manager.recv(4096).decode().splitlines()
+            return heard
+
+        rig.start()
+        until("READY=1")
+        until("WATCHDOG=1")
+        assert rig.daemon.pid is not None
+        os.kill(rig.daemon.pid, signal.SIGHUP)
+        assert any(line.startswith("MONOTONIC_USEC=") for line in until("RELOADING=1"))
+        assert "STATUS=reload unchanged" in until("READY=1")
+        assert rig.daemon.stop() == 0
+        until("STOPPING=1")

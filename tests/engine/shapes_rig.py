@@ -69,10 +69,10 @@ class Trials:
         self.rig.close()
 
 
-def prove(trials, llm, asked=None, run=generate, *, disk=False):
+def prove(trials, llm, asked=None, run=generate, *, disk=False, anew=False):
     """Put one engine through everything; ``run(llm, asked)`` gives (tokens, cached tokens) of each request.
 
-    ``disk``: also from disk alone, and after the reset once more from nothing.
+    ``disk``: also from disk alone; ``anew``: once more after the reset, from nothing.
     """
     asked = workload() if asked is None else asked
     tool = trials.tool(llm)
@@ -99,7 +99,7 @@ def prove(trials, llm, asked=None, run=generate, *, disk=False):
 
     assert llm.reset_prefix_cache(reset_connector=True)
     wait_for(lambda: not tool.blocks("cpu") and not tool.blocks("disk"), "the reset to empty every tier")
-    if disk:
+    if anew:
         seen["renewed"] = run(llm, asked)
     trials.rig.agree()
     seen |= finish(trials, llm, tool)

@@ -15,6 +15,7 @@ from kvtierd.core.model import Block, BlockId, block_key
 from kvtierd.core.residency import Node, State
 from kvtierd.core.slots import Extent
 from kvtierd.core.spaces import make_space
+from kvtierd.core.tier import PoolSpace
 
 AWAIT = 60.0
 """Seconds for which the blocks of engines that are not back yet are kept from other layouts."""
@@ -53,7 +54,8 @@ def restore(
     nodes: dict[int, Node] = {}
     for slot, generation, block in state.blocks.values():
         nodes[slot] = node = Node(known(block), State.RESIDENT, slot=slot, generation=generation)
-        _place(ladder, node)
+        _place(ladder.stack.primary.spaces[block.id.namespace], node)
+    ladder.stack.primary.restored(nodes.values())
     live = live or Live()
     for one in held:
         _stand_in(ladder, one, nodes, {slot for job in live.jobs for slot, _, _ in job.blocks})
@@ -100,12 +102,10 @@ def _shape(ladder: Ladder, namespace: str, shaped: Shaped, used: set[int]) -> No
     ladder.stack.primary.spaces[namespace] = space
 
 
-def _place(ladder: Ladder, node: Node) -> None:
-    space = ladder.stack.primary.space_of(node)
-    if space.blocks.get(node.block.id) is not None:
+def _place(space: PoolSpace, node: Node) -> None:
+    if node.block.id in space.blocks.nodes:
         raise Inconsistent(f"a block of namespace {space.namespace} is in two slots")
     space.blocks.add(node)
-    ladder.stack.primary.restored(node)
 
 
 def _stand_in(ladder: Ladder, held: Held, nodes: dict[int, Node], reserved: set[int]) -> None:

@@ -59,9 +59,6 @@ class Tier:
     def announce(self, kind: EventKind, block: Block) -> None:
         """Queue one placement change, once per change."""
         self.counters[kind.value] += 1
-        self._queue_event(kind, block)
-
-    def _queue_event(self, kind: EventKind, block: Block) -> None:
         if self.spec.events:
             self._queue.append(TierEvent(kind, self.name, self.spec.medium, self.spec.locality, block))
 
@@ -176,10 +173,12 @@ class PrimaryTier(Tier):
         self.ledger.note(Placed(node.slot, node.generation, node.block))
         self.announce(EventKind.STORED, node.block)
 
-    def restored(self, node: Node) -> None:
-        """Queue a block that was visible before the daemon started, as :meth:`publish` does for a new one."""
-        self.counters["restored"] += 1
-        self._queue_event(EventKind.STORED, node.block)
+    def restored(self, nodes: Collection[Node]) -> None:
+        """Queue blocks that were visible before the daemon started, as :meth:`publish` does for new ones."""
+        self.counters["restored"] += len(nodes)
+        if self.spec.events:
+            kind, name, medium, locality = EventKind.STORED, self.name, self.spec.medium, self.spec.locality
+            self._queue += [TierEvent(kind, name, medium, locality, node.block) for node in nodes]
 
 
 class SecondaryTier(Tier):

@@ -103,7 +103,7 @@ def _shape(ladder: Ladder, namespace: str, shaped: Shaped, used: set[int]) -> No
 
 
 def _place(space: PoolSpace, node: Node) -> None:
-    if node.block.id in space.blocks.nodes:
+    if space.blocks.get(node.block.id) is not None:
         raise Inconsistent(f"a block of namespace {space.namespace} is in two slots")
     space.blocks.add(node)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvtierd.config.schema import TierFile
+from kvtierd.config.tenants import shares_of
 from kvtierd.core import stimuli
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Medium
@@ -79,7 +80,11 @@ def make_trail(tier_file: TierFile) -> Trail:
 def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]) -> Ladder:
     """Return the core for a pool and the secondaries' storage."""
     primary = tier_file.primary
-    specs = [make_spec(tier, backends[tier.name], pool.bytes) for tier in tier_file.secondaries]
+    tenants = tier_file.tenants
+    specs = [
+        make_spec(tier, backends[tier.name], pool.bytes, shares_of(tenants, tier.name))
+        for tier in tier_file.secondaries
+    ]
     return Ladder(
         pool_id=pool.pool_id,
         pool_bytes=pool.bytes,
@@ -88,11 +93,13 @@ def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]
             medium=Medium.CPU,
             events=primary.events,
             policy=POLICIES[primary.policy],
+            shares=shares_of(tenants, primary.name),
         ),
         secondaries=specs,
         job_ttl=tier_file.engine.job_ttl,
         lease_ttl=tier_file.engine.lease_ttl,
         max_leases=tier_file.engine.max_leases,
+        tenants=[tenant.name for tenant in tenants],
     )
 
 

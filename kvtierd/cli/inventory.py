@@ -26,7 +26,8 @@ def add_parser(subparsers: Subparsers) -> None:
         help="list what a running daemon holds",
         description="Count the blocks of every namespace in every tier of a running daemon, or list them with"
         " --blocks. It is read page by page beside the daemon's work: blocks that come or go meanwhile may be"
-        " missing. Models are known of namespaces that an engine attached since the daemon's start.",
+        " missing. Models and tenants are known of namespaces that an engine attached since the"
+        " daemon's start.",
     )
     add_socket(parser)
     parser.add_argument("--tier", metavar="T", help="only this tier")
@@ -42,9 +43,11 @@ def run(args: argparse.Namespace) -> int:
     from kvtierd.client import Client
 
     client = Client(str(control_socket(args)), deadline=args.deadline)
-    known = client.status().get("tiers", ())  # none yet while the daemon starts
+    status = client.status()
+    known = status.get("tiers", ())  # none yet while the daemon starts
+    tenants = {layout["namespace"]: layout.get("tenant") for layout in status.get("layouts", ())}
     total = sum(tier["blocks"] for tier in known if args.tier in (None, tier["name"]))
-    counts = Counts()
+    counts = Counts(tenants)
     with Progress("inventory", total, quiet=args.blocks) as progress:
         for page in client.survey(args.tier):
             chosen = list(_chosen(page, args.namespace, args.model))
@@ -88,8 +91,9 @@ def _block(entry: SurveyEntry, *, as_json: bool) -> str:
 
 @dataclass
 class Counts:
-    """Blocks and bytes per (tier, namespace), in the order met."""
+    """Blocks and bytes per (tier, namespace), in the order met; ``tenants``: whose namespaces are."""
 
+    tenants: dict[str, str | None] = field(default_factory=dict)
     blocks: dict[tuple[str, str], int] = field(default_factory=dict)
     bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
@@ -110,6 +114,7 @@ class Counts:
                     "tier": tier,
                     "namespace": namespace,
                     "model": self.models.get(namespace),
+                    "tenant": self.tenants.get(namespace),
                     "blocks": blocks,
                     "bytes": self.bytes[tier, namespace],
                 }
@@ -122,11 +127,13 @@ class Counts:
         if not self.blocks:
             yield "nothing is resident"
             return
+        named = any(self.tenants.get(namespace) for _, namespace in self.blocks)
         rows = [
             {
                 "tier": tier,
                 "namespace": namespace,
                 "model": text(self.models.get(namespace, UNKNOWN)),
+                **({"tenant": text(self.tenants.get(namespace) or UNKNOWN)} if named else {}),
                 "blocks": f"{blocks:,}",
                 "bytes": human_size(self.bytes[tier, namespace]),
             }

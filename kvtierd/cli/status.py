@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def render(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a report for people."""
     yield "kvtierd " + "  ".join(_heading(report))
-    for section in (_pool, _tiers, _layouts, _sessions, _work, _events):
+    for section in (_pool, _tiers, _tenants, _layouts, _sessions, _work, _events):
         yield from section(report)
 
 
@@ -108,11 +108,38 @@ def _tiers(report: Mapping[str, Any]) -> Iterator[str]:
     yield from troubles
 
 
+def _tenants(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield who has what, once there is more than one tenant or a share."""
+    tenants = _mappings(report.get("tenants"))
+    shared = False
+    rows = []
+    for tenant in tenants:
+        for tier, has in _mapping(tenant.get("tiers")).items():
+            has = _mapping(has)
+            share = has.get("share_bytes")
+            shared = shared or bool(share)
+            if share or has.get("blocks"):
+                rows.append(
+                    {
+                        "tenant": text(tenant.get("tenant")),
+                        "tier": text(tier),
+                        "used": _size(has.get("used_bytes", 0)),
+                        "share": _size(share) if share else "-",
+                        "blocks": text(has.get("blocks", "-")),
+                        "evicted": text(has.get("evicted", "-")),
+                    }
+                )
+    if shared or len({row["tenant"] for row in rows}) > 1:
+        yield from _section("tenants", rows)
+
+
 def _layouts(report: Mapping[str, Any]) -> Iterator[str]:
+    named = any(layout.get("tenant") for layout in _mappings(report.get("layouts")))
     rows = [
         {
             "layout": text(layout.get("namespace"))[:8],
             "model": text(layout.get("model")),
+            **({"tenant": text(layout.get("tenant") or "-")} if named else {}),
             "slot": _size(layout.get("slot_bytes")),
             "slots": text(layout.get("slots")),
             "free": text(layout.get("free_slots")),

@@ -37,6 +37,7 @@ RESTART: Final[Mapping[str, str]] = {
     "runtime_dir": "the sockets and the lock of the running daemon are there",
     "state_dir": "the journal of the running daemon is there",
     "pool": "the pool is made once, and mapped by engines",
+    "tenants": "accounts and their shares are made at the start",
     "tiers": "tiers are made and put in their order at the start",
     "tiers.*.name": "tiers are told apart by it",
     "tiers.*.type": _OPENED,

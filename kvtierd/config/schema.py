@@ -36,6 +36,7 @@ from kvtierd.config.object_store import (
     split_url,
 )
 from kvtierd.config.relay import relay_problems
+from kvtierd.config.tenants import SPARE, Tenant, tenant_problems
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Locality
 
@@ -250,6 +251,7 @@ class TierFile(Section):
     state_dir: AbsolutePath = Path("/var/lib/kvtierd")
     pool: Pool
     tiers: Annotated[tuple[Tier, ...], Strict(False)]
+    tenants: Annotated[tuple[Tenant, ...], Strict(False)] = ()
     events: Events = Events()
     admin: Admin = Admin()
     log: Log = Log()
@@ -284,12 +286,23 @@ def problems_between(tier_file: TierFile) -> Iterator[Problem]:
     yield from _pool_problems(tier_file.pool)
     yield from _tier_problems(tier_file)
     yield from _object_tier_problems(tier_file.tiers)
+    yield from tenant_problems(tier_file.tenants, _room(tier_file))
     yield from audience_problems(tier_file.events)
     if tier_file.events.on_stop == "keep" and tier_file.pool.backing != "file":
         yield ("events", "on_stop"), "keep needs a pool that outlives the process: pool.backing: file"
     yield from _endpoint_problems(tier_file)
     yield from access_problems(tier_file.access)
     yield from engine_problems(tier_file.engine)
+
+
+def _room(tier_file: TierFile) -> dict[str, int | None]:
+    """Return the bytes that are surely for blocks in each tier, None where there is no limit."""
+    below = {
+        tier.name: tier.max_bytes - tier.max_bytes // SPARE if isinstance(tier.max_bytes, int) else None
+        for tier in tier_file.secondaries
+    }
+    cpu = {tier.name: tier_file.pool.bytes for tier in tier_file.tiers[:1] if isinstance(tier, CpuTier)}
+    return {**cpu, **below}
 
 
 def _pool_problems(pool: Pool) -> Iterator[Problem]:

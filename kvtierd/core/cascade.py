@@ -136,10 +136,10 @@ class Cascade:
             return False
         node = Node(source.block, State.WRITING, size=size)
         node.pins = 1
-        tier.blocks.add(node)  # from here on its parent is no candidate for eviction
+        tier.add(node)  # from here on its parent is no candidate for eviction
         if not tier.fits(size):
-            room_comes = self._upkeep.make_room(tier, size)
-            tier.blocks.remove(node)
+            room_comes = self._upkeep.make_room(tier, node)
+            tier.remove(node)
             if room_comes:
                 return False
             tier.unwant(source.block.id)
@@ -204,19 +204,19 @@ class Cascade:
         doomed = block_id in tier.doomed
         tier.doomed.discard(block_id)
         if outcome.status is not Status.OK:
-            tier.blocks.remove(node)
+            tier.remove(node)
             if not doomed:
                 self._failed(tier, node, outcome)
             return
         tier.retried.discard(block_id)
         tier.unstick(block_id)
-        node.size = outcome.stored_bytes
+        tier.resize(node, outcome.stored_bytes)
         if doomed:  # evicted while it was on its way: never announced, only deleted
-            tier.blocks.remove(node)
+            tier.remove(node)
             tier.asked.pop(block_id, None)
             tier.deletes[block_id] = node.size
             tier.deleting += node.size
             self._stack.start_delete(tier, [block_id])
             return
-        tier.insert(node, self._stack.now)
+        tier.show(node, self._stack.now)
         tier.blocks.offer(node)

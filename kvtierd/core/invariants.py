@@ -34,6 +34,7 @@ def validate(ladder: Ladder) -> None:
         _check_pins([*space.blocks, *space.leaving], pins)
     for tier in ladder.stack.secondaries:
         _check_set(tier.blocks)
+        _check_accounts(tier)
         _check_secondary(ladder, tier)
         _check_pins(tier.blocks, pins)
 
@@ -139,6 +140,23 @@ def _check_secondary(ladder: Ladder, tier: SecondaryTier) -> None:
     for block_id in tier.doomed:
         node = tier.blocks.get(block_id)
         _require(node is not None and node.state is State.WRITING, f"{tier.name}: doomed without a write")
+
+
+def _check_accounts(tier: SecondaryTier) -> None:
+    """Every block is on one account, with its size."""
+    held: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    for node in tier.blocks:
+        assert node.account is not None, node
+        held[node.account.name] += node.size
+        blocks[node.account.name] += 1
+    for name in tier.accounts.tenants.names:
+        account = tier.accounts.named(name)
+        counted = (account.held, account.blocks)
+        _require(
+            counted == (held[name], blocks[name]),
+            f"{tier.name}: tenant {name} has {blocks[name]} blocks, {held[name]} bytes, counted {counted}",
+        )
 
 
 def _check_queues(ladder: Ladder, tier: SecondaryTier) -> None:

@@ -57,9 +57,10 @@ class Ladder:
         job_ttl: float = 60.0,
         lease_ttl: float = 60.0,
         max_leases: int = 16384,
+        tenants: Sequence[str] = (),
     ) -> None:
         self.pool_bytes = pool_bytes
-        self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries)
+        self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries, tenants)
         self.sessions = Sessions(ledger=self.stack.primary.ledger)
         self.custody = Custody(self.stack, self.sessions)
         self.upkeep = Upkeep(self.stack)
@@ -321,7 +322,9 @@ class Ladder:
                 self._stalled(op)
             case stimuli.Probed(op, found, failed):
                 self._probed(op, found, failed=failed)
-            case stimuli.Found(tier, blocks, last):
+            case stimuli.Found(tier, blocks, last, tenants):
+                for namespace, tenant in tenants.items():
+                    self.stack.tenants.learn(namespace, tenant)
                 self._found(self.stack.by_name[tier], blocks, last=last)
             case stimuli.Usable(tier, reason, stalled):
                 gate = self.stack.by_name[tier].gate

@@ -79,8 +79,8 @@ class Probing:
             block_id = item.block.id
             if block_id in ids and tier.blocks.get(block_id) is None and block_id not in tier.stuck:
                 node = Node(item.block, State.RESIDENT, size=item.stored_bytes)
-                tier.blocks.add(node)
-                tier.insert(node, self._stack.now)
+                tier.add(node)
+                tier.show(node, self._stack.now)
                 tier.counters["probe_found"] += 1
         if not failed:
             self._remember(tier, ids, {item.block.id for item in found})

@@ -12,10 +12,13 @@ import enum
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtierd.core.model import Block, BlockId, BlockKey, group_of, hash_of
 from kvtierd.core.policies.base import Policy
+
+if TYPE_CHECKING:
+    from kvtierd.core.tenants import Account
 
 Link = tuple[str, int, "int | bytes"]
 
@@ -43,10 +46,12 @@ class Node:
     ``pins`` counts who needs the bytes to stay: jobs, leases, running operations, quarantines. A node that is
     ``gone`` has left the set but keeps its slot until the last pin is taken away. ``source`` names the tier
     that a promoted block came from. ``touch`` (time of the last use, in insertions), ``hits``, ``stamp``,
-    ``place`` and ``shelf`` are the policy's. Only a LOADING block has ``waiters`` (numbers of loads).
+    ``place`` and ``shelf`` are the policy's. Only a LOADING block has ``waiters`` (numbers of loads),
+    and only one in a secondary tier an ``account`` (whose it is).
     """
 
     __slots__ = (
+        "account",
         "block",
         "generation",
         "gone",
@@ -87,6 +92,7 @@ class Node:
             (namespace, group_of(key), meta.parent) if meta is not None and meta.parent is not None else None
         )
         self.source = ""
+        self.account: Account | None = None
         self.waiters: list[int] = [] if state is State.LOADING else _NOBODY
 
     def __repr__(self) -> str:

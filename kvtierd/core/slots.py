@@ -7,7 +7,7 @@ it grows and gives whole ones back. All numbers are units of :data:`kvtierd.core
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 EXTENTS_PER_POOL = 64
@@ -89,6 +89,8 @@ class Arena:
         self.resized = False
         """Whether extents came or went; whoever writes them down takes it back."""
         self.slots = 0
+        self.room: Callable[[], int] | None = None
+        """How many units it may take at most, where others are sure of some; ``None``: whatever is free."""
 
     @property
     def free_slots(self) -> int:
@@ -103,6 +105,8 @@ class Arena:
     def grow(self) -> bool:
         """Take one more extent from the pool; ``False`` when no run of one slot is left."""
         wanted = max(self.slot_units, self._map.units // EXTENTS_PER_POOL)
+        if self.room is not None:
+            wanted = min(wanted, self.room())
         extent = self._map.take(wanted, self.slot_units)
         if extent is None:
             return False
@@ -117,7 +121,7 @@ class Arena:
 
     def can_grow(self) -> bool:
         """Whether the pool has a run of one slot left."""
-        return self._map.has_run(self.slot_units)
+        return self._map.has_run(self.slot_units) and (self.room is None or self.room() >= self.slot_units)
 
     def take(self) -> int | None:
         """Take a free slot (its first unit), growing if need be."""

@@ -17,7 +17,12 @@ def make_space(stack: Stack, layout: Layout) -> PoolSpace:
     """Return a share without any room yet, not part of the pool yet."""
     primary = stack.primary
     policy = (primary.spec.policy or Lru)()
-    space = PoolSpace(layout, Geometry.of(layout), primary.extents, policy)
+    namespace = layout.namespace()
+    stack.tenants.learn(namespace, layout.tenant)
+    account = primary.accounts.of(namespace)
+    space = PoolSpace(layout, Geometry.of(layout), primary.extents, policy, account)
+    if primary.spec.shares:
+        space.arena.room = lambda: primary.units_for(account)
     secondaries = stack.secondaries
     space.blocks.spare = lambda block_id: any(block_id in tier.wanted for tier in secondaries)
     return space
@@ -36,6 +41,12 @@ def open_space(stack: Stack, namespace: str, layout: Layout) -> PoolSpace:
     space = make_space(stack, layout)
     if not space.arena.grow() and not (stack.reclaim(space) and space.arena.grow()):
         held = sum(len(other.sessions) for other in primary.spaces.values())
+        if primary.spec.shares and primary.extents.free_units >= space.arena.slot_units:
+            raise PoolExhausted(
+                f"no room for a slot of {space.geometry.slot_bytes} bytes in the pool for tenant"
+                f" {space.account.name}: what is free is kept for other tenants' shares. Give this one a"
+                f" share of {primary.name!r} under tenants in the tier file, or raise pool.bytes"
+            )
         raise PoolExhausted(
             f"no room for a slot of {space.geometry.slot_bytes} bytes in the pool of"
             f" {primary.extents.units * UNIT} bytes ({primary.extents.free_units * UNIT} free,"

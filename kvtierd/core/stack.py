@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
 from kvtierd.core.ledger import Shaped
 from kvtierd.core.model import BlockId, Departure
-from kvtierd.core.policies.lru import Lru
 from kvtierd.core.residency import Node, State, leaf_first
+from kvtierd.core.tenants import Tenants
 from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier, TierSpec
 
 
@@ -42,11 +42,17 @@ class Stack:
     """The primary tier and the secondaries in drain order, and the effects of the current turn."""
 
     def __init__(
-        self, pool_id: str, pool_units: int, primary: TierSpec, secondaries: Sequence[TierSpec]
+        self,
+        pool_id: str,
+        pool_units: int,
+        primary: TierSpec,
+        secondaries: Sequence[TierSpec],
+        tenants: Sequence[str] = (),
     ) -> None:
         self.pool_id = pool_id
-        self.primary = PrimaryTier(primary, pool_units)
-        self.secondaries = [SecondaryTier(spec, (spec.policy or Lru)()) for spec in secondaries]
+        self.tenants = Tenants(tenants)
+        self.primary = PrimaryTier(primary, pool_units, self.tenants)
+        self.secondaries = [SecondaryTier(spec, self.tenants) for spec in secondaries]
         self.by_name = {tier.name: tier for tier in self.secondaries}
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
@@ -93,10 +99,15 @@ class Stack:
         return slot
 
     def reclaim(self, wanting: PoolSpace) -> bool:
-        """Take the extents of detached layouts away from them; their blocks get removals, leaf first."""
+        """Take the extents of detached layouts away from them; their blocks get removals, leaf first.
+
+        Where tenants have shares, one that is within its own loses nothing to another.
+        """
         returned = 0
+        if self.primary.spec.shares:
+            self.primary.settle()
         for namespace, space in list(self.primary.spaces.items()):
-            if space is wanting or space.attached:
+            if space is wanting or space.attached or self._is_protected(space, wanting):
                 continue
             for node in leaf_first(node for node in space.blocks if not node.pins):
                 self.primary.forget(node, Departure.DETACHED)
@@ -105,6 +116,10 @@ class Stack:
                 self.primary.ledger.note(Shaped(space.layout, ()))
                 del self.primary.spaces[namespace]
         return returned > 0
+
+    def _is_protected(self, space: PoolSpace, wanting: PoolSpace) -> bool:
+        account = space.account
+        return bool(self.primary.spec.shares) and account is not wanting.account and account.excess <= 0
 
     def touch(self, ids: Sequence[BlockId]) -> int:
         """Mark blocks as just used in every tier, the first one last; return how many residencies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvtierd.core.geometry import UNIT
@@ -31,6 +32,7 @@ def collect(ladder: Ladder) -> dict[str, Any]:
         "lookups": {name: counters[f"lookup_{name}"] for name in ("blocks", "misses", "repeats")},
         "promotions_refused": {why: counters[f"promotion_{why}"] for why in PROMOTION_REFUSALS},
         "given_up": {name: counters[name] for name in GIVEN_UP},
+        "tenants": _tenants(stack),
         "layouts": [_space(namespace, space) for namespace, space in stack.primary.spaces.items()],
         "sessions": [
             {
@@ -118,11 +120,35 @@ def _secondary(tier: SecondaryTier, primary: PrimaryTier) -> dict[str, Any]:
     }
 
 
+def _tenants(stack: Stack) -> list[dict[str, Any]]:
+    """Return what each tenant has in each tier: bounded, and no walk over blocks."""
+    in_pool: Counter[str] = Counter()
+    bytes_in_pool: Counter[str] = Counter()
+    for space in stack.primary.spaces.values():
+        in_pool[space.account.name] += len(space.blocks)
+        bytes_in_pool[space.account.name] += len(space.blocks) * space.geometry.slot_bytes
+    rows = []
+    for name in stack.tenants.names:
+        tiers = {}
+        for tier in stack.tiers:
+            account = tier.accounts.named(name)
+            pool = tier is stack.primary
+            tiers[tier.name] = {
+                "blocks": in_pool[name] if pool else account.blocks,
+                "used_bytes": bytes_in_pool[name] if pool else account.held,
+                "share_bytes": account.share,
+                "evicted": account.evicted,
+            }
+        rows.append({"tenant": name, "tiers": tiers})
+    return rows
+
+
 def _space(namespace: str, space: PoolSpace) -> dict[str, Any]:
     geometry = space.geometry
     return {
         "namespace": namespace,
         "model": space.layout.model,
+        "tenant": space.layout.tenant,
         "attached_sessions": len(space.sessions),
         "ranks": space.layout.ranks,
         "rank_bytes_per_block": list(geometry.block_bytes),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -309,12 +309,14 @@ class Probed:
 class Found:
     """A part of a tier's content as its scan at start saw it, least recently used first.
 
-    Blocks are hits at once; they are announced, root first, when the ``last`` part has come.
+    Blocks are hits at once; they are announced, root first, when the ``last`` part has come. ``tenants``:
+    whose namespaces are that come up, as far as the storage knows.
     """
 
     tier: str
     blocks: Sequence[FoundBlock]
     last: bool = False
+    tenants: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

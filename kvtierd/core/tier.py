@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from kvtierd.core.gate import Gate
-from kvtierd.core.geometry import Geometry
+from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.ledger import Ledger, Placed, Shaped, Vacated
 from kvtierd.core.model import Block, BlockId, Departure, EventKind, Layout, Locality, Medium, TierEvent
 from kvtierd.core.pace import ReadPace
 from kvtierd.core.policies.base import Policy
+from kvtierd.core.policies.fair import Fair
+from kvtierd.core.policies.lru import Lru
 from kvtierd.core.residency import Node, ResidentSet, State
 from kvtierd.core.slots import Arena, ExtentMap
 from kvtierd.core.stimuli import TierLimits
+from kvtierd.core.tenants import Account, Accounts, Tenants
 
 UNWELCOME_LIMIT = 1 << 16
 
@@ -30,6 +33,7 @@ class TierSpec:
     ``estimate`` gives the bytes that a block will occupy; ``budget`` bounds bytes in flight to the tier;
     ``ttl`` in seconds; ``on_evict``: written when the pool evicts a block, not when one is stored;
     ``shared``: other daemons write there too. ``max_load_time``: a hit that would take more seconds is none.
+    ``shares``: bytes that tenants are sure of, by their names.
     """
 
     name: str
@@ -44,13 +48,15 @@ class TierSpec:
     on_evict: bool = False
     shared: bool = False
     max_load_time: float | None = None
+    shares: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tier:
-    """Name, labels, event queue and counters: what the primary and the secondaries have in common."""
+    """Name, labels, event queue, accounts and counters: what primary and secondaries have in common."""
 
-    def __init__(self, spec: TierSpec) -> None:
+    def __init__(self, spec: TierSpec, tenants: Tenants) -> None:
         self.spec = spec
+        self.accounts = Accounts(tenants, spec.shares)
         self.name = spec.name
         self.counters: Counter[str] = Counter()
         self.last_fault = ""
@@ -62,11 +68,12 @@ class Tier:
         if self.spec.events:
             self._queue.append(TierEvent(kind, self.name, self.spec.medium, self.spec.locality, block))
 
-    def count(self, why: Departure) -> None:
-        """Count a visible block that leaves."""
+    def count(self, why: Departure, account: Account) -> None:
+        """Count a visible block that leaves, and whose it was."""
         self.counters[_LEFT[why]] += 1
         if why in _EVICTED:
             self.counters["evictions"] += 1
+            account.evicted += 1
 
     def take_events(self) -> list[TierEvent]:
         """Return and empty the queue, oldest first."""
@@ -77,8 +84,11 @@ class Tier:
 class PoolSpace:
     """One layout's share of the pool: its slots and the blocks in them."""
 
-    def __init__(self, layout: Layout, geometry: Geometry, extents: ExtentMap, policy: Policy) -> None:
+    def __init__(
+        self, layout: Layout, geometry: Geometry, extents: ExtentMap, policy: Policy, account: Account
+    ) -> None:
         self.layout = layout
+        self.account = account
         self.namespace = layout.namespace()
         self.geometry = geometry
         self.arena = Arena(extents, geometry.units)
@@ -126,8 +136,8 @@ class PoolSpace:
 class PrimaryTier(Tier):
     """The CPU tier: the slots of the pool ARE its storage."""
 
-    def __init__(self, spec: TierSpec, pool_units: int) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: TierSpec, pool_units: int, tenants: Tenants) -> None:
+        super().__init__(spec, tenants)
         self.ledger = Ledger()
         self.extents = ExtentMap(pool_units)
         self.spaces: dict[str, PoolSpace] = {}
@@ -136,6 +146,18 @@ class PrimaryTier(Tier):
         """Iterate over the blocks of all layouts."""
         for space in self.spaces.values():
             yield from space.blocks
+
+    def units_for(self, account: Account) -> int:
+        """Return how many of the free units an account may take."""
+        self.settle()
+        return self.accounts.room(account, self.extents.free_units * UNIT) // UNIT
+
+    def settle(self) -> None:
+        """Bring up to date what each account holds: a sum over layouts, made when somebody asks."""
+        for space in self.spaces.values():
+            space.account.held = 0
+        for space in self.spaces.values():
+            space.account.held += space.arena.slots * space.geometry.slot_bytes
 
     def space_of(self, node: Node) -> PoolSpace:
         """Return the layout's share that a node lives in."""
@@ -157,9 +179,10 @@ class PrimaryTier(Tier):
 
     def forget(self, node: Node, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""
-        self.space_of(node).drop(node)
+        space = self.space_of(node)
+        space.drop(node)
         if node.state is State.RESIDENT:
-            self.count(why)
+            self.count(why, space.account)
             self.ledger.note(Vacated(node.slot))
             self.announce(EventKind.REMOVED, node.block)
 
@@ -188,9 +211,10 @@ class SecondaryTier(Tier):
     the three together never exceed the capacity.
     """
 
-    def __init__(self, spec: TierSpec, policy: Policy) -> None:
-        super().__init__(spec)
-        self.blocks = ResidentSet(policy)
+    def __init__(self, spec: TierSpec, tenants: Tenants) -> None:
+        super().__init__(spec, tenants)
+        make = spec.policy or Lru
+        self.blocks = ResidentSet(Fair(self.accounts, make) if spec.shares else make())
         self.used = 0
         self.writing = 0
         self.deleting = 0
@@ -329,8 +353,28 @@ class SecondaryTier(Tier):
             self.ages[block_id] = when
             self.ages.move_to_end(block_id)
 
-    def insert(self, node: Node, now: float) -> None:
-        """Put a visible block in and announce it."""
+    def add(self, node: Node) -> None:
+        """Put a block into the set, whatever its state, on its tenant's account."""
+        node.account = account = self.accounts.of(node.link[0])
+        account.held += node.size
+        account.blocks += 1
+        self.blocks.add(node)
+
+    def remove(self, node: Node) -> None:
+        """Take a block out of the set and off its tenant's account."""
+        self.blocks.remove(node)
+        assert node.account is not None, node
+        node.account.held -= node.size
+        node.account.blocks -= 1
+
+    def resize(self, node: Node, size: int) -> None:
+        """Take in what a block of the set really occupies."""
+        assert node.account is not None, node
+        node.account.held += size - node.size
+        node.size = size
+
+    def show(self, node: Node, now: float) -> None:
+        """Make a block of the set visible and announce it."""
         node.state = State.RESIDENT
         self.used += node.size
         self.used_at(node.block.id, now)
@@ -338,8 +382,9 @@ class SecondaryTier(Tier):
 
     def forget(self, node: Node, why: Departure) -> None:
         """Take a visible block out and announce that, unless nobody was told of it yet."""
-        self.count(why)
-        self.blocks.remove(node)
+        self.remove(node)
+        assert node.account is not None, node
+        self.count(why, node.account)
         self.used -= node.size
         self.ages.pop(node.block.id, None)
         self.overdue.pop(node.block.id, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from kvtierd.core.model import BlockId, Departure, EventKind
@@ -28,15 +29,26 @@ class Upkeep:
         self._retry_at: dict[str, float] = {}
         """When each tier that has undeletable blocks is asked again to delete some."""
 
-    def make_room(self, tier: SecondaryTier, size: int) -> bool:
-        """Evict for ``size`` bytes and, in the same deletion, for what waits behind; whether it will fit."""
-        capacity = tier.spec.capacity
+    def make_room(self, tier: SecondaryTier, node: Node) -> bool:
+        """Evict for a block and, in the same deletion, for what waits behind; whether it will fit.
+
+        Where tenants have shares, a block of one that is over its own takes the room of such tenants only,
+        and so does what waits behind.
+        """
+        capacity, size = tier.spec.capacity, node.size
         assert capacity is not None
+        assert node.account is not None, node
         if size > capacity:
             return False
         ahead = max(size, min(size * len(tier.wanted), size * WRITE_BATCH, capacity // 16))
         held = tier.writing + tier.stuck_bytes
-        more = self.trim(tier, capacity - ahead - held)
+        accounts, more = tier.accounts, False
+        if accounts.shares:
+            accounts.floor = 0 if node.account.excess > 0 else -math.inf
+            more = self.trim(tier, capacity - size - held)
+            accounts.floor = 0
+        more = self.trim(tier, capacity - ahead - held) or more
+        accounts.floor = -math.inf
         return more or tier.used + held + size <= capacity
 
     def trim(self, tier: SecondaryTier, limit: int, why: Departure = Departure.CAPACITY) -> bool:
@@ -84,7 +96,7 @@ class Upkeep:
                 unwelcome.append(block_id)
                 continue
             node = Node(found.block, State.RESIDENT, size=found.stored_bytes)
-            tier.blocks.add(node)
+            tier.add(node)
             tier.used += node.size
             tier.used_at(block_id, self._stack.now - found.idle_seconds)
             tier.unannounced[block_id] = None

@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtierd.core.stimuli import Found, FoundBlock
-from kvtierd.edges.backends.base import Backend
+from kvtierd.edges.backends.base import Backend, Owned
 from kvtierd.errors import TierError
 from kvtierd.logs.events import event
 
@@ -67,6 +67,9 @@ class Scan:
 
     def _run(self) -> BaseException | None:
         try:
+            tenants = self._backend.tenants() if isinstance(self._backend, Owned) else {}
+            if tenants and not self._hand_over([], tenants):
+                return None
             for batch in self._backend.scan():
                 if not self._hand_over(batch):
                     break
@@ -78,22 +81,22 @@ class Scan:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(call, *args)
 
-    def _hand_over(self, batch: list[FoundBlock]) -> bool:
+    def _hand_over(self, batch: list[FoundBlock], tenants: Mapping[str, str | None] | None = None) -> bool:
         while not self._room.acquire(timeout=SCAN_POLL):
             if self._stopped.is_set():
                 return False
         if self._stopped.is_set():
             return False
         try:
-            self._loop.call_soon_threadsafe(self._take, batch)
+            self._loop.call_soon_threadsafe(self._take, batch, tenants or {})
         except RuntimeError:  # the loop is closed
             return False
         return True
 
-    def _take(self, batch: list[FoundBlock]) -> None:
+    def _take(self, batch: list[FoundBlock], tenants: Mapping[str, str | None]) -> None:
         self._room.release()
         self._blocks += len(batch)
-        self._found(Found(self._tier, batch))
+        self._found(Found(self._tier, batch, tenants=tenants))
 
     def _break_off(self, reason: str) -> None:
         if reason != self._error:

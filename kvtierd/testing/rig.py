@@ -67,12 +67,13 @@ class LadderRig:
         layout: Layout = LAYOUT,
         attach: bool = True,
         scanned: bool = True,
+        primary: TierSpec | None = None,
         **options: Any,
     ) -> None:
         self.ladder = Ladder(
             pool_id="0" * 32,
             pool_bytes=slots * UNIT,
-            primary=TierSpec(name="cpu", medium=Medium.CPU),
+            primary=primary or TierSpec(name="cpu", medium=Medium.CPU),
             secondaries=secondaries,
             **options,
         )
@@ -204,14 +205,16 @@ class LadderRig:
         number = self.ask(stimuli.PrepareStore, keys=tuple(keys), meta=tuple(metas), **fields)
         return self.answer(number, effects.Prepared)
 
-    def copy_in(self, job: effects.Prepared) -> None:
+    def copy_in(self, job: effects.Prepared, session: int | None = None) -> None:
         """Do what an engine does between reservation and commit."""
+        owner = self.ladder.sessions.open.get(self.session if session is None else session)
+        namespace = self.layout.namespace() if owner is None else owner.namespace
         for name, slot in zip(job.keys, job.slots, strict=True):
-            self.memory[slot] = BlockId(self.layout.namespace(), name)
+            self.memory[slot] = BlockId(namespace, name)
 
     def commit(self, job: effects.Prepared, failed: Sequence[BlockKey] = (), **fields: Any) -> effects.Reply:
         """Copy the blocks into their slots, commit the job and return whatever the answer is."""
-        self.copy_in(job)
+        self.copy_in(job, fields.get("session"))
         number = self.ask(
             stimuli.Commit,
             job=job.job,

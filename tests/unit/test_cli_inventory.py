@@ -65,7 +65,14 @@ def test_a_table_counts_every_namespace_in_every_tier(daemon, capsys):
 def test_json_is_one_object_per_namespace_and_tier(daemon, capsys):
     assert main(["inventory", "--json"]) == ExitCode.OK
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == {"tier": "cpu", "namespace": A, "model": "org/a", "blocks": 2, "bytes": 8192}
+    assert rows[0] == {
+        "tier": "cpu",
+        "namespace": A,
+        "model": "org/a",
+        "tenant": None,
+        "blocks": 2,
+        "bytes": 8192,
+    }
     assert [(row["tier"], row["model"], row["bytes"]) for row in rows[1:]] == [
         ("cpu", None, 8192),
         ("disk", None, 12288),
@@ -114,3 +121,14 @@ def test_without_a_daemon_it_says_so(monkeypatch, capsys, tmp_path):
 
 def test_an_empty_daemon_is_said_to_be_empty():
     assert list(Counts().lines()) == ["nothing is resident"]
+
+
+def test_tenants_are_named_where_an_engine_said_whose_a_namespace_is(daemon, monkeypatch, capsys):
+    layouts = [{"namespace": A, "tenant": "team"}, {"namespace": B, "tenant": None}]
+    monkeypatch.setattr(FakeClient, "status", lambda self: {"layouts": layouts})
+    assert main(["inventory", "--socket", "/x"]) == ExitCode.OK
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[3] for line in lines] == ["tenant", "team", "-", "-"]
+    assert main(["inventory", "--socket", "/x", "--json"]) == ExitCode.OK
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["tenant"] for row in rows] == ["team", None, None]

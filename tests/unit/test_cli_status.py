@@ -125,6 +125,18 @@ def test_a_report_with_anything_missing_is_still_shown(report):
     assert all(isinstance(line, str) for line in render(report))
 
 
+def test_tenants_are_shown_where_there_are_several_or_shares():
+    def row(tenant, blocks, share):
+        has = {"blocks": blocks, "used_bytes": blocks << 20, "share_bytes": share, "evicted": 3}
+        return {"tenant": tenant, "tiers": {"cpu": has}}
+
+    report = {"tenants": [row("a", 2, 1 << 30), row("other", 0, 0)], "layouts": [{"tenant": "a"}]}
+    lines = [line.split() for line in render(report)]
+    assert ["a", "cpu", "2.0", "MiB", "1.0", "GiB", "2", "3"] in lines
+    assert "tenant" in next(line for line in lines if line[:1] == ["layout"])
+    assert not any("tenants" in line for line in render({"tenants": [row("none", 2, 0), row("other", 0, 0)]}))
+
+
 def test_names_from_engines_cannot_steer_the_terminal():
     assert "\x1b" not in "\n".join(
         render({"sessions": [{"engine_id": "\x1b[2Jevil\n", "a": 1}], "version": "\x1b]0;t\x07"})

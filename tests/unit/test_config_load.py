@@ -135,7 +135,7 @@ def test_a_first_tier_that_stores_is_told_that_the_pool_comes_first(errors, more
 def test_an_unknown_key_like_no_other_is_refused_with_the_known_ones(errors):
     assert errors(GOOD + "xyzzy: 1\n") == [
         "tiers.yaml:9: xyzzy: unknown key; known keys here: version, runtime_dir, state_dir, pool, tiers, "
-        "events, admin, log, traces, access, engine, watch_file"
+        "tenants, events, admin, log, traces, access, engine, watch_file"
     ]
 
 

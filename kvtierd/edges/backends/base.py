@@ -7,7 +7,7 @@ Per-block faults are outcomes, never exceptions: a backend maps its own exceptio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -72,6 +72,14 @@ class Probing(Protocol):
         Raises:
             TierError: the storage does not answer, so nothing is known.
         """
+
+
+@runtime_checkable
+class Owned(Protocol):
+    """What a backend adds that keeps records of layouts: whose what a scan is about to find is."""
+
+    def tenants(self) -> Mapping[str, str | None]:
+        """Return the tenants of stored namespaces, as far as sound records say so. Raises nothing."""
 
 
 @runtime_checkable

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvtierd.config.schema import FsTier, PluginTier, StorageTier
 from kvtierd.core.model import Medium
 from kvtierd.core.policies import POLICIES
@@ -52,11 +54,13 @@ def holds_blocks(tier: StorageTier) -> bool:
         return True
 
 
-def make_spec(tier: StorageTier, backend: Backend, pool_bytes: int) -> TierSpec:
+def make_spec(
+    tier: StorageTier, backend: Backend, pool_bytes: int, shares: Mapping[str, int] | None = None
+) -> TierSpec:
     """Return what the core has to know of a tier; its storage is not touched.
 
     What the backend occupies besides its blocks is taken off the capacity; a tier's writes pin at most half
-    of the pool, however slow it is.
+    of the pool, however slow it is. ``shares``: bytes by tenant.
     """
     capacity = tier.max_bytes if isinstance(tier.max_bytes, int) else None
     if capacity is not None and isinstance(backend, Reserving):
@@ -72,6 +76,7 @@ def make_spec(tier: StorageTier, backend: Backend, pool_bytes: int) -> TierSpec:
         estimate=backend.estimate,
         ttl=tier.ttl,
         max_load_time=tier.max_load_time,
+        shares=shares or {},
         on_evict=tier.demote == "on_evict",
         shared=tier.shared and isinstance(backend, Probing),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
 import threading
@@ -12,12 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
-from kvtierd.core.geometry import Geometry
 from kvtierd.core.model import Block, BlockId, Layout
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
-from kvtierd.edges.backends import fs_faults, fs_files, fs_format, fs_tree
+from kvtierd.edges.backends import fs_faults, fs_format, fs_records, fs_tree
 from kvtierd.edges.backends.base import Transfer
 from kvtierd.edges.backends.fs_files import FileStore
 from kvtierd.edges.backends.fs_format import FormatError
@@ -217,23 +212,14 @@ class FsBackend:
 
     def describe(self, namespace: str, layout: Layout) -> None:
         """Write the namespace's readable record, best effort."""
-        geometry = Geometry.of(layout)
-        record = {
-            "format": fs_format.VERSION,
-            "namespace": namespace,
-            "layout": msgspec.to_builtins(layout),
-            "slot_bytes": geometry.slot_bytes,
-            "payload_bytes": geometry.payload_bytes,
-        }
-        text = json.dumps(record, indent=2, ensure_ascii=True).encode("ascii") + b"\n"
         try:
-            if not fs_tree.is_namespace(namespace):
-                raise OSError(errno.EINVAL, "not a namespace")
-            with Folders(self.root, self._device) as folders:
-                folder = folders.namespace(namespace, create=True)
-                fs_files.publish(folder, fs_tree.RECORD, fs_files.write_all([text]))
+            fs_records.write(self.root, self._device, namespace, layout)
         except OSError:
             self._count("describe_failed")
+
+    def tenants(self) -> dict[str, str | None]:
+        """Return whose the stored namespaces are, as far as their records say."""
+        return fs_records.tenants(self.root)
 
     # -- blocks -------------------------------------------------------------------------------------
 

@@ -15,12 +15,13 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 
 from kvtierd.edges.histogram import Histogram
-from kvtierd.edges.metrics import engines, events, process, tiers
+from kvtierd.edges.metrics import engines, events, process, tenants, tiers
 from kvtierd.edges.metrics.family import PREFIX, Family, Figures, Kind
 
 FAMILIES: tuple[Family, ...] = (
     *process.FAMILIES,
     *tiers.FAMILIES,
+    *tenants.FAMILIES,
     *engines.FAMILIES,
     *events.FAMILIES,
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvtierd.config.audiences import Audience
 from kvtierd.config.schema import CpuTier, Tier, TierFile
 from kvtierd.core.model import Medium
+from kvtierd.core.tenants import OTHER, Tenants
 from kvtierd.wire.projection import DEVICE
 
 
@@ -27,6 +28,7 @@ class Plan:
     audiences: tuple[AudienceNames, ...]
     relays: int
     config: dict[str, str]
+    tenants: tuple[str, ...] = (OTHER,)
 
 
 def make_plan(tier_file: TierFile) -> Plan:
@@ -42,6 +44,7 @@ def make_plan(tier_file: TierFile) -> Plan:
             for rank in range(audience.rank_ports or 1)
         ),
         relays=len(events.relay) if events.enabled else 0,
+        tenants=Tenants([tenant.name for tenant in tier_file.tenants]).names,
         config={
             "digest": hashlib.sha256(tier_file.model_dump_json().encode()).hexdigest()[:12],
             "pool_backing": tier_file.pool.backing,

@@ -54,8 +54,8 @@ class Liveness:
 
     @property
     def pipes(self) -> int:
-        """How many pipes are watched; each is a descriptor here."""
-        return sum(map(len, self._pipes.values()))
+        """How many pipes and processes are watched; each is a descriptor here."""
+        return sum(map(len, self._pipes.values())) + len(self._vouched)
 
     def find(self, processes: Iterable[bytes]) -> None:
         """Watch again what an earlier daemon handed to these processes; pipes of others are removed.

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from kvtierd.cli.bench_events import add_events
+from kvtierd.cli.bench_figures import add_output, show
 from kvtierd.cli.demo import count
 
 
@@ -13,20 +14,68 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the command line."""
     parser = subparsers.add_parser("bench", help="measure a daemon", description=__doc__)
     benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    rpc = benches.add_parser(
-        "rpc",
-        help="round trip of a lookup beside a bare echo",
-        description="Time lookups of a few keys, and in turns with them a bare echo of equally long frames "
-        "between two processes over the same kind of socket. The daemon is one of its own on a temporary "
-        "folder unless --socket names one; on a named one nothing is stored, so that its keys are misses.",
-    )
-    rpc.add_argument("--socket", metavar="PATH", help="engine socket of a running daemon")
-    rpc.add_argument("--keys", type=count, default=16, help="keys in each lookup (default: 16)")
-    rpc.add_argument("--seconds", type=float, default=3.0, help="total time (default: 3)")
-    rpc.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_rpc(benches)
+    _add_pool(benches)
+    _add_scale(benches)
+    _add_clients(benches)
     _add_tiers(benches)
     add_events(benches)
     parser.set_defaults(run=run)
+
+
+def _add_rpc(benches: Any) -> None:
+    rpc = benches.add_parser(
+        "rpc",
+        help="round trip of lookup, load and store beside a bare echo",
+        description="Time verbs of the blocking client, and in turns with them a bare uvloop server that"
+        " answers as many bytes with as many over the same kind of socket. The daemon is one of its own on a"
+        " temporary folder unless --socket names one; there nothing is stored and only misses are looked up.",
+    )
+    rpc.add_argument("--socket", metavar="PATH", help="engine socket of a running daemon")
+    rpc.add_argument(
+        "--keys", type=count, action="append", metavar="N", help="keys a message (default: 1, 16, 128, 1024)"
+    )
+    rpc.add_argument("--seconds", type=float, default=8.0, help="total time (default: 8)")
+    add_output(rpc)
+
+
+def _add_pool(benches: Any) -> None:
+    pool = benches.add_parser(
+        "pool",
+        help="stores and loads of blocks beside memcpy",
+        description="Store 16 blocks (prepare, copy, commit; and evict, so that the next is a store again)"
+        " and load them through the client, and in turns with that copy the same bytes in memory.",
+    )
+    pool.add_argument("--block-bytes", type=size, default=2 << 20, metavar="SIZE", help="default: 2MiB")
+    pool.add_argument("--seconds", type=float, default=4.0, help="total time (default: 4)")
+    add_output(pool)
+
+
+def _add_scale(benches: Any) -> None:
+    scale = benches.add_parser(
+        "scale",
+        help="cost of lookup, store and memory with more and more blocks",
+        description="Fill the core (no socket, bytes or token ids) and time lookups of 1,024 keys and"
+        " stores that have to evict. Ratios are to the first size.",
+    )
+    scale.add_argument(
+        "--blocks", type=count, action="append", metavar="N", help="default: 10000, 100000 and 1000000"
+    )
+    add_output(scale)
+
+
+def _add_clients(benches: Any) -> None:
+    clients = benches.add_parser(
+        "clients",
+        help="lookups by more and more engines at once",
+        description="Lookups of 16 resident keys, one on its way for each engine. Ratios are to"
+        " the first count.",
+    )
+    clients.add_argument(
+        "--engines", type=count, action="append", metavar="N", help="default: 1, 4, 16 and 64"
+    )
+    clients.add_argument("--seconds", type=float, default=4.0, help="total time (default: 4)")
+    add_output(clients)
 
 
 def _add_tiers(benches: Any) -> None:
@@ -65,15 +114,23 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen measurement and print it."""
     if args.bench == "events":
         return int(args.run_bench(args))
-    return _run_tiers(args) if args.bench == "tiers" else _run_rpc(args)
+    return _run_tiers(args) if args.bench == "tiers" else _run_figures(args)
 
 
-def _run_rpc(args: argparse.Namespace) -> int:
-    from kvtierd.cli.bench_rpc import measure, report
+def _run_figures(args: argparse.Namespace) -> int:
+    from kvtierd.cli import bench_clients, bench_pool, bench_rpc, bench_scale
     from kvtierd.errors import ExitCode
 
-    result = measure(socket_path=args.socket, keys=args.keys, seconds=args.seconds)
-    print(report(result, as_json=args.json))
+    if args.bench == "rpc":
+        counts = args.keys or (1, 16, 128, 1024)
+        figures = bench_rpc.measure(socket_path=args.socket, counts=counts, seconds=args.seconds)
+    elif args.bench == "pool":
+        figures = bench_pool.measure(block_bytes=args.block_bytes, seconds=args.seconds)
+    elif args.bench == "scale":
+        figures = bench_scale.measure(args.blocks or (10_000, 100_000, 1_000_000))
+    else:
+        figures = bench_clients.measure(counts=args.engines or (1, 4, 16, 64), seconds=args.seconds)
+    show(args, args.bench, figures)
     return ExitCode.OK
 
 

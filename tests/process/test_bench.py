@@ -1,39 +1,62 @@
-"""``kvtierd bench rpc`` measures a daemon of its own or a running one, and says when there is none."""
+"""The benches that need no storage run, compare with an earlier run and draw; no figure is judged here."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 
 import pytest
 
 from kvtierd.client import Client
 from kvtierd.testing.local_daemon import LocalDaemon, short_folder
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(90)
+
+RUNS = {
+    "rpc": ("--keys", "1", "--keys", "16", "--seconds", "0.6"),
+    "pool": ("--block-bytes", "64KiB", "--seconds", "0.4"),
+    "scale": ("--blocks", "1024", "--blocks", "2048"),
+    "clients": ("--engines", "1", "--engines", "3", "--seconds", "0.3"),
+}
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvtierd", "bench", "rpc", *arguments],
+        [sys.executable, "-m", "kvtierd", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=80,
         check=False,
     )
 
 
-def test_it_measures_hits_on_a_daemon_of_its_own() -> None:
-    done = bench("--json", "--seconds", "0.3", "--keys", "16")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["hits"]
-    assert result["keys"] == 16
-    for trip in (result["lookup"], result["echo"]):
-        assert 0 < trip["p50_us"] <= trip["p99_us"]
-        assert trip["count"] > 10
-    assert result["pipelined_per_s"] > 0
+@pytest.mark.parametrize("name", RUNS)
+def test_a_bench_prints_figures_that_a_later_run_compares_itself_with(name, tmp_path) -> None:
+    first = bench(name, *RUNS[name], "--json")
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert result["bench"] == name
+    assert all(figure["value"] > 0 for figure in result["figures"])
+    old, plot = tmp_path / "old.json", tmp_path / "out.svg"
+    old.write_text(first.stdout)
+    second = bench(name, *RUNS[name], "--compare", str(old), "--plot", str(plot))
+    assert second.returncode == 0, second.stderr
+    names = [figure["name"] for figure in result["figures"]]
+    lines = second.stdout.splitlines()
+    assert lines[0].split() == ["what", "kvtierd", "bare", "ratio", "before", "change"]
+    assert [line.split("  ")[0] for line in lines[1:]] == names
+    drawn = [text.text for text in ET.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert set(names) <= set(drawn)
+
+
+def test_a_result_of_another_bench_is_not_compared_with(tmp_path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text('{"format": 1, "bench": "pool", "figures": []}')
+    done = bench("scale", "--blocks", "1024", "--compare", str(old))
+    assert done.returncode == 78
+    assert "bench 'pool'" in done.stderr
 
 
 def test_on_a_running_daemon_it_stores_nothing() -> None:
@@ -41,7 +64,7 @@ def test_on_a_running_daemon_it_stores_nothing() -> None:
         short_folder("bench") as folder,
         LocalDaemon(folder, pool_bytes=4 << 20, disk_bytes=8 << 20) as daemon,
     ):
-        done = bench("--socket", daemon.socket, "--seconds", "0.3")
+        done = bench("rpc", "--socket", daemon.socket, "--keys", "16", "--seconds", "0.3")
         assert done.returncode == 0, done.stderr
         assert "lookup of 16 missing keys" in done.stdout
         with Client(daemon.socket) as client:
@@ -50,6 +73,6 @@ def test_on_a_running_daemon_it_stores_nothing() -> None:
 
 def test_without_a_daemon_it_says_so() -> None:
     with short_folder("bench") as folder:
-        done = bench("--socket", str(folder / "engine.sock"))
+        done = bench("rpc", "--socket", str(folder / "engine.sock"))
     assert done.returncode == 69
     assert "no daemon answers" in done.stderr

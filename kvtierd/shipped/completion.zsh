@@ -35,8 +35,11 @@ _shtab_kvtierd_commands() {
 
 _shtab_kvtierd_bench_commands() {
   local _commands=(
+    clients:'Lookups of 16 resident keys, one on its way for each engine. Ratios are to the first count.'
     events:'Measure: bytes and events a second of each form; the time from publishing to a subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine'"'"'s commit to it; what a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.'
-    rpc:'Time lookups of a few keys, and in turns with them a bare echo of equally long frames between two processes over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; on a named one nothing is stored, so that its keys are misses.'
+    pool:'Store 16 blocks (prepare, copy, commit; and evict, so that the next is a store again) and load them through the client, and in turns with that copy the same bytes in memory.'
+    rpc:'Time verbs of the blocking client, and in turns with them a bare uvloop server that answers as many bytes with as many over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; there nothing is stored and only misses are looked up.'
+    scale:'Fill the core (no socket, bytes or token ids) and time lookups of 1,024 keys and stores that have to evict. Ratios are to the first size.'
     tiers:'Store and load blocks through a tier'"'"'s own workers, and in turns with that move the same bytes by memcpy, by plain sequential file access in the same folder (as dd does) and, for an object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is up to --io.'
   )
   _describe 'kvtierd bench commands' _commands
@@ -65,6 +68,18 @@ _shtab_kvtierd_bench_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_bench_defaults_added=0
 
+_shtab_kvtierd_bench_clients_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "*--engines[default\: 1, 4, 16 and 64]:N:"
+  "--seconds[total time (default\: 4)]:seconds:"
+  "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_bench_clients_defaults_added=0
+
 _shtab_kvtierd_bench_events_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "*--part[measure this only (repeat for more\; default\: all)]:part:(forms latency stall snapshot catch-up)"
@@ -78,16 +93,41 @@ _shtab_kvtierd_bench_events_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_bench_events_defaults_added=0
 
+_shtab_kvtierd_bench_pool_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--block-bytes[default\: 2MiB]:SIZE:"
+  "--seconds[total time (default\: 4)]:seconds:"
+  "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_bench_pool_defaults_added=0
+
 _shtab_kvtierd_bench_rpc_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--socket[engine socket of a running daemon]:PATH:"
-  "--keys[keys in each lookup (default\: 16)]:keys:"
-  "--seconds[total time (default\: 3)]:seconds:"
+  "*--keys[keys a message (default\: 1, 16, 128, 1024)]:N:"
+  "--seconds[total time (default\: 8)]:seconds:"
   "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_bench_rpc_defaults_added=0
+
+_shtab_kvtierd_bench_scale_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "*--blocks[default\: 10000, 100000 and 1000000]:N:"
+  "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_bench_scale_defaults_added=0
 
 _shtab_kvtierd_bench_tiers_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -414,8 +454,11 @@ _shtab_kvtierd_bench() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_kvtierd_bench-$line[1]:"
       case $line[1] in
+        clients) _arguments -C -s $_shtab_kvtierd_bench_clients_options ;;
         events) _arguments -C -s $_shtab_kvtierd_bench_events_options ;;
+        pool) _arguments -C -s $_shtab_kvtierd_bench_pool_options ;;
         rpc) _arguments -C -s $_shtab_kvtierd_bench_rpc_options ;;
+        scale) _arguments -C -s $_shtab_kvtierd_bench_scale_options ;;
         tiers) _arguments -C -s $_shtab_kvtierd_bench_tiers_options ;;
       esac
   esac

@@ -18,6 +18,7 @@ from kvtierd.cli.completion import SHELLS
 from kvtierd.cli.main import COMMANDS, make_parser
 from kvtierd.cli.schema import schema_of_the_tier_file
 from kvtierd.errors import ExitCode
+from kvtierd.testing import reference
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (3, 11)
@@ -147,6 +148,7 @@ FILES: dict[str, Callable[[], str]] = {
     "config/tiers.schema.json": schema,
     "kvtierd/edges/metrics/METRICS.md": metrics_page,
     "kvtierd/logs/EVENTS.md": log_page,
+    "kvtierd/REFERENCE.md": lambda: reference.page(ROOT / "config" / "full.yaml"),
 }
 """By the path from the repository's root: what makes the file."""
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from kvtierd.cli.completion import SHELLS
 from kvtierd.cli.main import main
+from kvtierd.config.fields import Section
+from kvtierd.config.schema import TierFile
 from kvtierd.errors import ExitCode
 from kvtierd.testing.generated import FILES, PYTHON, ROOT
+from kvtierd.testing.reference import keys
 
 PAGES = [name for name in FILES if name.endswith((".8", ".5"))]
 
@@ -47,3 +52,25 @@ def test_a_shell_takes_its_completion(shell, capsys):
 def test_the_manual_has_every_exit_code_with_its_meaning():
     page = (ROOT / "kvtierd" / "shipped" / "kvtierd.8").read_text()
     assert all(code.meaning in page for code in ExitCode)
+
+
+def test_the_reference_has_every_key_of_the_tier_file():
+    """What the schema has and the commented example has not would be missing without a word."""
+    listed = {re.sub(r"\[\w*\]", "", key.path) for key in keys(ROOT / "config" / "full.yaml")}
+    wanted = set(_fields(TierFile, ()))
+    missing = {path for path in wanted if path not in listed}
+    assert not missing - {"tiers.options"}, "options are what an added type takes"
+
+
+def _fields(model, path):
+    for name, field in model.model_fields.items():
+        yield ".".join((*path, name))
+        for section in _sections(field.annotation):
+            yield from _fields(section, (*path, name))
+
+
+def _sections(annotation):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)

@@ -1,0 +1,196 @@
+"""What the glue costs a real engine: round trips and time per step, time to the first token.
+
+``PYTHONPATH=<repo> <vllm python> engine_figures.py plain|kept SETTINGS.json RESULT.json``; driven by
+``test_figures.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from engine_rig import BLOCK, Tool, engine, generate, scheduler_of, stop
+from tiny_model import VOCABULARY
+from vllm import SamplingParams
+
+from kvtierd.testing.clock import wait_for
+
+LONG = 8192
+LARGE = {
+    "num_gpu_blocks_override": 600,
+    "max_model_len": LONG + 64,
+    "max_num_batched_tokens": LONG + 64,
+    "hf_overrides": {"max_position_embeddings": 2 * LONG},
+}
+# Everything of the manager that vLLM's scheduler thread runs.
+MANAGER = (
+    "track",
+    "lookup",
+    "prepare_load",
+    "complete_load",
+    "prepare_store",
+    "complete_store",
+    "on_schedule_end",
+    "on_request_finished",
+    "note_failures",
+    "settle_orphans",
+    "get_stats",
+    "fill",
+    "flush",
+)
+
+
+class Meter:
+    """Seconds spent in the manager, steps of the engine and round trips, since the last :meth:`reset`."""
+
+    def __init__(self, llm):
+        self._manager = scheduler_of(llm).connector._manager
+        self._scheduler = scheduler_of(llm)
+        self.seconds, self.steps, self.lookups, self._depth = 0.0, 0, 0, 0
+        self.worst_step, self._step_began = 0, 0
+        for name in MANAGER:
+            setattr(self._manager, name, self._timed(getattr(self._manager, name), name == "lookup"))
+        schedule = self._scheduler.schedule
+
+        def counted(*arguments, **more):
+            self.steps += 1
+            before = self._manager._pipeline.round_trips
+            output = schedule(*arguments, **more)
+            self.worst_step = max(self.worst_step, self._manager._pipeline.round_trips - before)
+            return output
+
+        self._scheduler.schedule = counted
+
+    def _timed(self, method, is_lookup):
+        def timed(*arguments, **more):
+            self.lookups += is_lookup
+            self._depth += 1
+            began = time.perf_counter()
+            try:
+                return method(*arguments, **more)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - began
+
+        return timed
+
+    def reset(self):
+        self.seconds, self.steps, self.lookups, self.worst_step = 0.0, 0, 0, 0
+        self._round_trips = self._manager._pipeline.round_trips
+        self._waited = self._manager._pipeline.waited
+
+    def figures(self):
+        pipeline = self._manager._pipeline
+        return {
+            "steps": self.steps,
+            "lookups": self.lookups,
+            "round_trips": pipeline.round_trips - self._round_trips,
+            "round_trips_in_one_step": self.worst_step,
+            "us_per_step": round(self.seconds / max(1, self.steps) * 1e6, 1),
+            "us_waiting_per_step": round((pipeline.waited - self._waited) / max(1, self.steps) * 1e6, 1),
+            "failures": self._manager.failures,
+        }
+
+
+def tokens(rng, count):
+    return {"prompt_token_ids": [rng.randrange(3, VOCABULARY) for _ in range(count)]}
+
+
+def workload(rng, count=60):
+    """Prompts of 2 to 6 blocks over five shared prefixes."""
+    shared = [tokens(rng, 3 * BLOCK)["prompt_token_ids"] for _ in range(5)]
+    return [
+        {"prompt_token_ids": shared[n % 5] + tokens(rng, rng.randrange(5, 3 * BLOCK))["prompt_token_ids"]}
+        for n in range(count)
+    ]
+
+
+def first_token(llm, prompt):
+    """Milliseconds to the first token."""
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    llm.generate([prompt], one, use_tqdm=False)
+    return (time.perf_counter() - began) * 1e3
+
+
+def misses(llm, meter=None):
+    """Milliseconds to the first token of prompts that nobody has seen, and those of them spent in the glue."""
+    rng = random.Random(5)
+    times, inside = [], []
+    for number in range(64):
+        if meter is not None:
+            meter.reset()
+        taken = first_token(llm, tokens(rng, 16 * BLOCK + 1))
+        if number >= 4:  # the first ones warm up
+            times.append(taken)
+            inside.append(meter.seconds * 1e3 if meter is not None else 0.0)
+    return {
+        "first_token_ms": round(statistics.median(times), 2),
+        "in_glue_ms": round(statistics.median(inside), 3),
+    }
+
+
+def cached_long_prompt(llm, tool):
+    """A prompt of 8k tokens: computed, then loaded from the pool after the engine lost its own cache."""
+    rng = random.Random(9)
+    computed, loaded = [], []
+    for _ in range(3):
+        prompt = tokens(rng, LONG + 1)
+        before = len(tool.blocks("cpu"))
+        computed.append(first_token(llm, prompt))
+        llm.generate([tokens(rng, 5)], SamplingParams(max_tokens=2), use_tqdm=False)  # steps for the stores
+        wait_for(lambda before=before: len(tool.blocks("cpu")) >= before + LONG // BLOCK, "the blocks")
+        llm.reset_prefix_cache()
+        loaded.append(first_token(llm, prompt))
+        llm.reset_prefix_cache()
+    told = scheduler_of(llm).connector.get_kv_connector_stats()
+    return {
+        "computed_ms": round(statistics.median(computed), 1),
+        "loaded_ms": round(statistics.median(loaded), 1),
+        "vllm_metrics": {} if told is None else told.reduce(),
+    }
+
+
+def plain(settings):
+    """An engine without a connector: the tokens and times to compare with."""
+    llm = engine(settings["model"], **LARGE)
+    seen = {"misses": misses(llm), "tokens": generate(llm, workload(random.Random(3)))[0]}
+    stop(llm)
+    return seen
+
+
+def kept(settings):
+    """An engine with the daemon."""
+    llm = engine(settings["model"], {"kvtierd_socket": settings["socket"]}, **LARGE)
+    meter, tool = Meter(llm), Tool(llm, settings["socket"])
+    seen = {"misses": misses(llm, meter), "tokens": {}, "steps": {}}
+
+    def run(name):
+        meter.reset()
+        seen["tokens"][name] = generate(llm, workload(random.Random(3)))[0]
+        seen["steps"][name] = meter.figures()
+        llm.reset_prefix_cache()
+
+    run("misses")
+    run("hits")
+    tool.wait_on_disk(tool.blocks("cpu"))
+    tool.empty_pool()
+    run("promotions")
+    seen["long"] = cached_long_prompt(llm, tool)
+    stop(llm)
+    return seen
+
+
+def main():
+    phase, settings, result = sys.argv[1:]
+    seen = {"plain": plain, "kept": kept}[phase](json.loads(Path(settings).read_text()))
+    Path(result).write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

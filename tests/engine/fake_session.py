@@ -124,7 +124,10 @@ class FakePipeline:
         if not call.done:
             self._calls.remove(call)
             call.end(
-                "late", Answer(reason="late", states=(), prefix=0, leased=0, lease=None, sources=(), keys=())
+                "late",
+                Answer(
+                    reason="late", states=(), prefix=0, leased=0, lease=None, sources=(), keys=(), skipped=()
+                ),
             )
             self.misses["late"] += late
 

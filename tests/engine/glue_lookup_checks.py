@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from fake_session import FakeSession
-from glue_rig import identity, keys_of, manager, prepare_load, prepare_store, request, step, tracked
+from glue_rig import end_step, identity, keys_of, manager, prepare_load, prepare_store, request, step, tracked
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtierd.core.model import BlockKey, KeyState, Scope, SkipReason
 from kvtierd.engines.vllm import lookups as lookups_module
+from kvtierd.engines.vllm.transfer import NO_SLOT
 from kvtierd.engines.vllm.versions import CacheHitSource
 
 HIT, MISS, PENDING, RETRY = (
@@ -49,7 +52,7 @@ def check_all_requests_of_a_step_are_waited_for_once():
         assert ask(made, req, context) == [HIT] * 6
         prepare_load_spec = made.prepare_load(keys_of(req), context)
         assert prepare_load_spec.pool_id == ""
-    made.fill()
+    end_step(made)
     assert made._pipeline.waits == 2, "one for the lookups, one for the slots"
 
 
@@ -290,7 +293,7 @@ def check_slots_of_blocks_that_only_seemed_to_be_there_go_back():
     session.states.clear()
     assert prepare_store(made, keys_of(req), context).keys_to_store == []
     step(made)
-    made.fill()
+    end_step(made)
     assert session.jobs[0].aborted
 
 
@@ -353,3 +356,57 @@ def check_a_pool_that_was_full_is_asked_within_the_call_until_it_has_room_again(
     waits = made._pipeline.waits
     made.prepare_store(keys_of(request(3))[2:], context)
     assert made._pipeline.waits == waits
+
+
+def check_a_store_waits_for_nothing_and_gets_its_slots_in_a_later_step():
+    session, req = FakeSession(), request(3)
+    made, _ = manager(session)
+    context = tracked(made, req)
+    spec = made.prepare_store(keys_of(req), context).store_spec
+    assert end_step(made, spec) == {}
+    assert spec.pending
+    assert session.calls["prepare_store"] == 0, "not in the step that computes the request's first token"
+    step(made)
+    assert session.calls["prepare_store"] == 1
+    (slots,) = end_step(made).values()
+    assert (slots.pool_id, len(slots.slots)) == (session.pool_id, 3)
+    assert made._pipeline.waits == 0
+    assert end_step(made) == {}
+
+
+def check_a_flush_gets_the_slots_of_the_jobs_it_names():
+    session, req = FakeSession(), request(2)
+    made, _ = manager(session)
+    context = tracked(made, req)
+    first, second = (made.prepare_store([key], context).store_spec for key in keys_of(req))
+    assert end_step(made, first, second) == {}
+    jobs = SimpleNamespace(store_jobs={}, jobs_to_flush={second.ticket, 99})
+    assert second.ticket in made.fill(jobs)
+    assert made._pipeline.waits == 1
+
+
+def check_a_store_that_the_daemon_never_answers_is_not_waited_for_for_ever():
+    session, req = FakeSession(), request(2)
+    made, clock = manager(session)
+    context = tracked(made, req)
+    spec = made.prepare_store(keys_of(req), context).store_spec
+    end_step(made, spec)
+    made._pipeline.silent = True
+    step(made)
+    assert end_step(made) == {}
+    clock.now += 2.0
+    assert end_step(made)[spec.ticket].slots == (NO_SLOT,) * 2
+
+
+def check_a_store_that_a_reset_overtakes_gives_its_slots_back():
+    session, req = FakeSession(), request(2)
+    made, _ = manager(session)
+    context = tracked(made, req)
+    end_step(made, made.prepare_store(keys_of(req), context).store_spec)
+    made._pipeline.silent = True
+    step(made)
+    made.reset_cache()
+    made._pipeline.silent = False
+    step(made)
+    assert end_step(made) == {}
+    assert session.jobs[0].aborted

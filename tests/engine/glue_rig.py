@@ -72,7 +72,7 @@ def keys_of(req, group=0, chunk=1):
 def manager(session, who=None, **settings):
     made = KvtierdManager(spec(**settings))
     clock = Clock()
-    made._lookups._clock = clock
+    made._lookups._clock = made._jobs._clock = clock
     made.bind(FakePipeline(session), who or identity())
     return made, clock
 
@@ -83,17 +83,24 @@ def tracked(made, req):
 
 
 def prepare_store(made, keys, context):
-    """Prepare a store as vLLM does within a step, to the step's end."""
+    """Prepare a store as vLLM does within a step, and flush it at once, so that it has its slots."""
     output = made.prepare_store(keys, context)
-    made.fill()
+    if output is not None:
+        end_step(made, output.store_spec, flush=True)
     return output
 
 
 def prepare_load(made, keys, context):
     """Prepare a load as vLLM does within a step, to the step's end."""
     spec = made.prepare_load(keys, context)
-    made.fill()
+    end_step(made)
     return spec
+
+
+def end_step(made, *stores, flush=False):
+    """End the building of a step with these stores; ``flush``: vLLM wants their blocks back at once."""
+    jobs = {spec.ticket: SimpleNamespace(dst_spec=spec) for spec in stores}
+    return made.fill(SimpleNamespace(store_jobs=jobs, jobs_to_flush=set(jobs) if flush else None))
 
 
 def step(made):

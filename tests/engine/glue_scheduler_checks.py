@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
+import prometheus_client
 from fake_session import FakeSession, spec
 from glue_rig import (
     TOKENS,
@@ -19,6 +21,7 @@ from glue_rig import (
     tracked,
     worker,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtierd.core.model import BlockKey, KeyState, SkipReason
@@ -110,7 +113,7 @@ def check_no_error_of_the_daemon_reaches_the_engine():
     made.complete_store(set(keys_of(req)), context)
     other = tracked(made, request(2, "other"))
     assert made.lookup(keys_of(req)[0], other) is LookupResult.MISS
-    assert prepare_store(made, keys_of(req), other).keys_to_store == []
+    assert prepare_store(made, keys_of(req), other).store_spec.slots == (NO_SLOT, NO_SLOT)
     assert prepare_load(made, keys_of(req), other).slots == (NO_SLOT, NO_SLOT)
     made.complete_load(set(keys_of(req)), other)
     made.reset_cache()
@@ -162,6 +165,38 @@ def check_a_reset_that_the_daemon_did_not_get_is_owed():
     step(made)
     assert session.states == {}
     assert prepare_store(made, keys_of(req), context).keys_to_store == keys_of(req)
+
+
+def check_vllm_makes_prometheus_metrics_of_what_is_reported():
+    registry = prometheus_client.CollectorRegistry()
+    kinds = {
+        kind: partial(kind, registry=registry)
+        for kind in (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
+    }
+    extra = {"spec_name": "KvtierdOffloadingSpec", "spec_module_path": "kvtierd.engines.vllm"}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    metrics = OffloadPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    session, req = FakeSession(), request(2)
+    session.states = {BlockKey(k): KeyState.HIT for k in keys_of(req)}
+    made, _ = manager(session)
+    context = tracked(made, req)
+    made.lookup(keys_of(req)[0], context)
+    prepare_load(made, keys_of(req), context)
+    made._pipeline.misses["late"] += 3
+    made.note_failures(WorkerReport(recomputed=4, failed={9: {b"k"}}))
+    metrics.observe(made.get_stats().data)
+    said = prometheus_client.generate_latest(registry).decode()
+    for line in (
+        'vllm:kvtierd_hit_blocks_total{engine="0",tier="cpu"} 2.0',
+        'vllm:kvtierd_hit_bytes_total{engine="0",tier="cpu"} 4096.0',
+        'vllm:kvtierd_recomputed_blocks_total{engine="0"} 4.0',
+        'vllm:kvtierd_unstored_blocks_total{engine="0"} 1.0',
+        'vllm:kvtierd_unanswered_calls_total{engine="0",reason="late"} 3.0',
+        'vllm:kvtierd_round_trips_total{engine="0"} 2.0',
+        'vllm:kvtierd_connected{engine="0"} 1.0',
+    ):
+        assert line in said, line
+    assert made.get_stats() is None, "nothing happened since"
 
 
 def check_unknown_or_missing_settings_are_refused():

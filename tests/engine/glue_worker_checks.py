@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from fake_session import UNIT, FakeSession
 from glue_rig import (
     PAGE,
+    end_step,
     finish,
     gpu,
     identity,
@@ -187,3 +190,56 @@ def check_the_scheduler_does_not_speak_for_a_worker_in_its_process():
     copier.shutdown()
     step(made)
     assert session.acknowledged == [3]
+
+
+def check_a_store_without_slots_is_held_until_they_come():
+    session, req = FakeSession(), request(2)
+    made, _ = manager(session)
+    context = tracked(made, req)
+    copier, _ = worker(session)
+    spec = made.prepare_store(keys_of(req), context).store_spec
+    end_step(made, spec)
+    travelled = copy.deepcopy(spec)  # as to another process
+    copier.submit_store(1, gpu([1, 2]), travelled)
+    assert finish(copier) == []
+    step(made)
+    copier.take_fills(end_step(made))
+    assert finish(copier) == [1]
+    made.complete_store(set(keys_of(req)), context)
+    assert len(session.jobs[0].committed) == 2
+
+
+def check_slots_may_come_before_the_store_is_submitted():
+    session, req = FakeSession(), request(2)
+    made, _ = manager(session)
+    context = tracked(made, req)
+    copier, _ = worker(session)
+    spec = made.prepare_store(keys_of(req), context).store_spec
+    travelled = copy.deepcopy(spec)
+    end_step(made, spec)
+    step(made)
+    copier.take_fills(end_step(made))
+    copier.submit_store(1, gpu([1, 2]), travelled)
+    assert finish(copier) == [1]
+    assert any(session.memory)
+    assert not copier._fills
+
+
+def check_a_flush_gives_up_a_store_that_has_no_slots_and_it_is_not_committed():
+    session, req = FakeSession(), request(2)
+    made, _ = manager(session)
+    context = tracked(made, req)
+    copier, _ = worker(session)
+    spec = made.prepare_store(keys_of(req), context).store_spec
+    end_step(made, spec)
+    copier.submit_store(1, gpu([1, 2]), copy.deepcopy(spec))
+    copier.wait({1})
+    assert finish(copier) == [1]
+    step(made)  # asks, too late
+    made.note_failures(report(copier))
+    made.complete_store(set(keys_of(req)), context)
+    step(made)
+    end_step(made)
+    assert session.jobs[0].committed is None
+    assert session.jobs[0].aborted
+    assert not any(session.memory)

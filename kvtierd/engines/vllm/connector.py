@@ -20,7 +20,7 @@ from kvtierd.core.stimuli import Role
 from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.manager import KvtierdManager
 from kvtierd.engines.vllm.spec import KvtierdOffloadingSpec, open_session
-from kvtierd.engines.vllm.transfer import WorkerReport
+from kvtierd.engines.vllm.transfer import Metadata, WorkerReport
 from kvtierd.engines.vllm.versions import KVConnectorTransferResults
 from kvtierd.engines.vllm.worker import KvtierdWorker
 from kvtierd.errors import ConfigError
@@ -85,8 +85,7 @@ class KvtierdConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Give the step's loads and stores their slots, which the daemon was asked for on the way."""
         meta = super().build_connector_meta(scheduler_output)
-        self._manager.fill()
-        return meta
+        return Metadata.of(meta, self._manager.fill(meta))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Tell the caller why its parameters were not followed."""
@@ -118,6 +117,22 @@ class KvtierdConnector(OffloadingConnector):
             self._manager.flush()
 
     # -- worker side --------------------------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Take the slots that came with this step, before vLLM flushes jobs that waited for them."""
+        self._take_fills(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Take the slots where no :meth:`handle_preemptions` was called first."""
+        super().bind_connector_metadata(connector_metadata)
+        self._take_fills(connector_metadata)
+
+    def _take_fills(self, metadata: Any) -> None:
+        worker = self._worker
+        if worker is not None and isinstance(metadata, Metadata) and metadata.fills:
+            fills, metadata.fills = metadata.fills, {}
+            worker.take_fills(fills)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Add to vLLM's completion report what the manager must know."""

@@ -2,16 +2,17 @@
 """The scheduler side: vLLM's ``OffloadingManager`` over one pipelined session with the daemon.
 
 Runs in the scheduler's thread. A step waits for the daemon at most twice, each time at most the deadline:
-once for all lookups, once for the slots of all its loads and stores. No exception of the daemon's gets out;
-without a daemon everything is a miss and nothing is stored. Events are the daemon's to publish, so
-``take_events`` stays empty.
+once for all lookups, once for the slots of all its loads. Stores wait for nothing. No exception of the
+daemon's gets out; without a daemon everything is a miss and nothing is stored. Events are the daemon's to
+publish, so ``take_events`` stays empty.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -30,7 +31,7 @@ from kvtierd.engines.vllm.lookups import Lookups
 from kvtierd.engines.vllm.scope import RequestScope
 from kvtierd.engines.vllm.settings import Settings
 from kvtierd.engines.vllm.stats import Stats
-from kvtierd.engines.vllm.transfer import PoolSpec, WorkerReport
+from kvtierd.engines.vllm.transfer import PoolSpec, Slots, WorkerReport
 from kvtierd.engines.vllm.versions import CacheHitSource
 from kvtierd.engines.vllm.worker import workers_of_this_process
 
@@ -127,6 +128,7 @@ class KvtierdManager(OffloadingManager):
             self._guard.call("poll", self._poll, None)
 
     def _poll(self) -> None:
+        self._jobs.ask()
         self._pipeline.poll()
         # Note what the daemon revoked; speak for this process only where no worker does it.
         if fence := self._session.poll():
@@ -141,10 +143,11 @@ class KvtierdManager(OffloadingManager):
             self._guard.report("call", f"no answer to {missed - self._missed} calls (so far: {reasons})")
             self._missed = missed
 
-    def fill(self) -> None:
-        """The step is built: write the slots of its loads and stores into their jobs."""
-        if self._pipeline is not None:
-            self._jobs.fill()
+    def fill(self, meta: Any) -> dict[int, Slots]:
+        """End the building of a step: its loads get their slots, and stores those that are there by now."""
+        if self._pipeline is None:
+            return {}
+        return self._jobs.fill(meta.store_jobs, meta.jobs_to_flush or ())
 
     def flush(self) -> None:
         """Send what was queued."""
@@ -197,9 +200,9 @@ class KvtierdManager(OffloadingManager):
     # -- stores ----------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Ask for slots for what is not there yet.
+        """Note that blocks are to be stored; the daemon is asked in the next step.
 
-        While the pool has room the answer is not waited for. When it had none, ``None`` makes vLLM offer the
+        While the pool has room its answer is not waited for. When it had none, ``None`` makes vLLM offer the
         blocks again in its next step; after ``STORE_RETRIES`` refusals of a request, and while the daemon is
         away, they are skipped for good instead.
         """
@@ -207,24 +210,28 @@ class KvtierdManager(OffloadingManager):
         request = self._requests.get(name)
         if self._pipeline is None or self._reset_owed or not self._session.connected or self.problem(name):
             return self._stored_nothing()
-        scope = None
-        metas: tuple[Any, ...] = ()
-        if request is not None:  # without metadata the block's events are placeholders
-            scope = request.wish.scope
-            keys = [key for key in keys if not request.chain.is_beyond(key, request.wish.max_tokens)]
-            metas = self._guard.call("metadata", lambda: tuple(map(request.chain.meta, keys)), ())
-        if not keys:
+        chosen, scope = list(keys), None
+        describe: Callable[[], Sequence[Any]] = tuple  # the block's events are placeholders then
+        if request is not None:
+            chain, wish = request.chain, request.wish
+            scope = wish.scope
+            if wish.max_tokens is not None:
+                chosen = [key for key in keys if not chain.is_beyond(key, wish.max_tokens)]
+            describe = partial(self._describe, chain, chosen)
+        if not chosen:
             return self._stored_nothing()
-        if self._lookups.is_resident(name, list(keys)):
-            self._jobs.offer(keys, metas, scope)
+        if self._lookups.is_resident(name, chosen):
+            self._jobs.offer(chosen, scope)
             return self._stored_nothing()
-        transfer = self._jobs.store(name, keys, metas, scope)
-        if transfer is None:
-            return self._stored_nothing()
-        if self._jobs.crowded and not self._jobs.fill_now(transfer):
-            self._jobs.withdraw(name, transfer)
+        spec = self._jobs.store(name, chosen, describe, scope)
+        if self._jobs.crowded and not self._jobs.fill_now(spec):
+            self._jobs.withdraw(name, spec)
             return self._refused(request)
-        return PrepareStoreOutput(keys_to_store=list(keys), store_spec=transfer.spec, evicted_keys=[])
+        return PrepareStoreOutput(keys_to_store=chosen, store_spec=spec, evicted_keys=[])
+
+    def _describe(self, chain: Chain, keys: Sequence[bytes]) -> Sequence[Any]:
+        nothing: Sequence[Any] = ()
+        return self._guard.call("metadata", lambda: tuple(map(chain.meta, keys)), nothing)
 
     def _refused(self, request: _Request | None) -> PrepareStoreOutput | None:
         if self._jobs.crowded and request is not None and request.refused < STORE_RETRIES:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 NO_SLOT = -1
@@ -20,6 +23,7 @@ class PoolSpec(LoadStoreSpec):
     ``ticket`` is the scheduler's number of this job, ``job`` the daemon's (stores only). ``fence`` is the
     last revocation that the scheduler knew of when the slots were given: a worker that has acknowledged a
     later one has told the daemon that it copies nothing older, so it must not start this job any more.
+    ``pending``: the slots follow in the metadata of a later step; until then nothing is copied.
     """
 
     ticket: int
@@ -30,6 +34,35 @@ class PoolSpec(LoadStoreSpec):
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     job: int = 0
+    pending: bool = False
+
+    def fill(self, slots: Slots) -> None:
+        """Take the slots that the daemon gave."""
+        self.pool_id, self.fence, self.job = slots.pool_id, slots.fence, slots.job
+        self.slots, self.generations, self.pending = slots.slots, slots.generations, False
+
+
+@dataclass
+class Slots:
+    """What a pending job was waiting for; fields as in :class:`PoolSpec`."""
+
+    pool_id: str
+    fence: int
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    job: int
+
+
+@dataclass
+class Metadata(OffloadingConnectorMetadata):
+    """One step's metadata, with the slots of earlier steps' stores by ticket."""
+
+    fills: dict[int, Slots] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, base: OffloadingConnectorMetadata, fills: dict[int, Slots]) -> Metadata:
+        """Add fills to vLLM's own metadata, whatever fields that has."""
+        return cls(**{each.name: getattr(base, each.name) for each in fields(base)}, fills=fills)
 
 
 @dataclass

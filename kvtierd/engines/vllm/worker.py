@@ -32,7 +32,7 @@ from kvtierd.core.model import BlockKey
 from kvtierd.engines.guard import Guard
 from kvtierd.engines.vllm.copies import Copier, Piece, copier_for
 from kvtierd.engines.vllm.identity import Identity
-from kvtierd.engines.vllm.transfer import NO_SLOT, PoolSpec, WorkerReport
+from kvtierd.engines.vllm.transfer import NO_SLOT, PoolSpec, Slots, WorkerReport
 
 logger = logging.getLogger(__name__)
 _workers: weakref.WeakSet[KvtierdWorker] = weakref.WeakSet()
@@ -85,6 +85,8 @@ class KvtierdWorker(OffloadingWorker):
         self._rank_starts: list[int] = []
         self._acknowledged = 0
         self._running: dict[int, _Job] = {}
+        self._held: dict[int, tuple[int, GPULoadStoreSpec, PoolSpec]] = {}
+        self._fills: dict[int, Slots] = {}
         self._ended: list[_Job] = []
         self._bad_blocks: dict[int, set[int]] = {}
         self._load_errors: set[int] = set()
@@ -100,6 +102,12 @@ class KvtierdWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks into their slots; what cannot be copied is failed."""
         assert isinstance(dst_spec, PoolSpec)
+        slots = self._fills.pop(dst_spec.ticket, None)
+        if dst_spec.pending and slots is None:
+            self._held[dst_spec.ticket] = (job_id, src_spec, dst_spec)
+            return True
+        if slots is not None:
+            dst_spec.fill(slots)
         job = _Job(job_id, dst_spec.ticket, 0, 0.0, partial(self._fail_store, dst_spec))
         if all(slot == NO_SLOT for slot in dst_spec.slots):  # the daemon had them all, or had no room
             self._ended.append(job)
@@ -146,7 +154,11 @@ class KvtierdWorker(OffloadingWorker):
         return [TransferResult(job.job_id, True, job.size, job.seconds) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these transfers have ended."""
+        """Block until these transfers have ended; a store that has no slots yet is given up."""
+        for job_id, _, spec in [held for held in self._held.values() if held[0] in job_ids]:
+            del self._held[spec.ticket]
+            self._failed_keys.setdefault(spec.ticket, set()).update(spec.keys)
+            self._ended.append(_Job(job_id, spec.ticket, 0, 0.0, lambda: None))
         for job_id in job_ids & self._running.keys():
             self._guard.call("wait", lambda job_id=job_id: self._copier.wait(job_id), None)
 
@@ -157,7 +169,14 @@ class KvtierdWorker(OffloadingWorker):
         if self._session is not None:
             self._guard.call("close", self._session.close, None)
 
-    # -- what the connector takes to the scheduler --------------------------------------------------------
+    # -- what the connector brings from the scheduler and takes to it -------------------------------------
+
+    def take_fills(self, fills: dict[int, Slots]) -> None:
+        """Begin stores whose slots have come; those of stores that vLLM has not submitted yet are kept."""
+        for ticket, slots in fills.items():
+            self._fills[ticket] = slots
+            if (held := self._held.pop(ticket, None)) is not None:
+                self.submit_store(*held)
 
     @property
     def has_failed_loads(self) -> bool:

@@ -94,7 +94,7 @@ class Loads:
             self._stack.touch(ids)
         if request.promote and self.probing:
             self._probe(ids, states, scope)
-        counted = self._count(states, below, fresh)
+        counted = self._count(states, below, fresh, looks=request.everywhere and not request.promote)
         prefix = _until(states, MISS)
         sources: list[str] = []
         if request.promote:
@@ -217,22 +217,25 @@ class Loads:
         self.promotion.flush()
         return count
 
-    def _count(self, states: list[KeyState], below: Iterable[Readable], fresh: Sequence[Node]) -> bool:
+    def _count(
+        self, states: list[KeyState], below: Iterable[Readable], fresh: Sequence[Node], *, looks: bool
+    ) -> bool:
         """Count what was found where, once for each question; whether it is one.
 
         Who asks while a block is PENDING asks again, and so does who asks for what was promoted for a lookup.
-        A promoted block counts for the tier that it came from, and for that one only.
+        Who only ``looks`` everywhere asks again for what it wants of the COLD blocks. A promoted block counts
+        for the tier that it came from, and for that one only.
         """
         counters = self._stack.primary.counters
         counts = Counter(map(id, states))  # by identity: an enum's members are slow to compare and to hash
         if counts[id(PENDING)] or any(node in self.promotion.counted for node in fresh):
             counters["lookup_repeats"] += len(states)
             return False
-        counters["lookup_blocks"] += len(states)
+        counters["lookup_blocks"] += len(states) - (counts[id(COLD)] if looks else 0)
         counters["lookup_misses"] += counts[id(MISS)]
         counters["lookup_hits"] += counts[id(HIT)] - len(fresh)
         for place in below:
-            if place.cold:
+            if place.cold and not looks:
                 place.tier.counters["lookup_hits"] += place.cold
         for node in fresh:  # no source any more: the request names the key twice
             tier = self._stack.by_name.get(node.source, self._stack.primary)

@@ -304,3 +304,16 @@ def test_ten_thousand_keys_of_two_hundred_thousand_blocks_are_looked_up_in_no_ti
     assert min(took) < 0.02, took
     rig.feed(Found("disk", (), last=True))
     rig.feed(Found("lake", (), last=True))
+
+
+def test_a_look_everywhere_leaves_cold_blocks_to_the_question_that_promotes_them(rigged):
+    rig = rigged(4, [fs_spec()])
+    rig.store(1)
+    cold(rig, 2)
+    rig.lookup(1, 2, 3, lease=5.0, everywhere=True)
+    pool, disk = (tier["counters"] for tier in rig.ladder.statistics()["tiers"])
+    assert (pool["lookup_blocks"], pool["lookup_hits"], pool["lookup_misses"]) == (2, 1, 1)
+    assert disk.get("lookup_hits", 0) == 0
+    rig.lookup(2, promote=True)
+    pool, disk = (tier["counters"] for tier in rig.ladder.statistics()["tiers"])
+    assert (pool["lookup_blocks"], disk["lookup_hits"]) == (3, 1)

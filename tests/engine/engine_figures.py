@@ -150,7 +150,7 @@ def cached_long_prompt(llm, tool):
         prompt = tokens(rng, LONG + 1)
         before = len(tool.blocks("cpu"))
         computed.append(first_token(llm, prompt))
-        llm.generate([tokens(rng, 5)], SamplingParams(max_tokens=2), use_tqdm=False)  # steps for the stores
+        llm.generate([tokens(rng, 5)], SamplingParams(max_tokens=8), use_tqdm=False)  # steps for the stores
         wait_for(lambda before=before: len(tool.blocks("cpu")) >= before + LONG // BLOCK, "the blocks")
         llm.reset_prefix_cache()
         loaded.append(first_token(llm, prompt))

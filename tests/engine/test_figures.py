@@ -19,8 +19,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory, run_script: Any) -> dict[s
     folder: Path = tmp_path_factory.mktemp("f")
     daemon = LocalDaemon(folder, pool_bytes=64 << 20, disk_bytes=256 << 20)
     settings = folder / "settings.json"
-    settings.write_text(json.dumps({"model": str(folder / "model"), "socket": daemon.socket}))
-    run_script("tiny_model.py", str(folder / "model"))
+    settings.write_text(json.dumps({"model": str(folder / "models" / "llama"), "socket": daemon.socket}))
+    run_script("tiny_model.py", str(folder / "models"))
     daemon.start()
     try:
         for phase in ("plain", "kept"):

@@ -226,10 +226,12 @@ class Client:
         role: str | Role = Role.SCHEDULER,
         rank: int = 0,
         wait: float | None = None,
+        patient: bool = False,
     ) -> Session:
         """Bind a new connection to a layout; with no daemon there, the session connects as soon as there is.
 
         ``wait``: seconds that a daemon which is there may take to answer (default: the deadline).
+        ``patient``: a refusal is left in :attr:`Session.refused`, and the session goes on trying.
 
         Raises:
             RequestRefused: the daemon is there and does not take this attach, or this process cannot map its
@@ -237,7 +239,8 @@ class Client:
         """
         line = self._line(attach_request(layout, engine_id, dp_rank, role, rank))
         session = Session(line, layout)
-        if not line.connect(self.deadline if wait is None else wait) and must_raise(session.refused):
+        connected = line.connect(self.deadline if wait is None else wait)
+        if not connected and not patient and must_raise(session.refused):
             line.close()
             assert session.refused is not None
             raise session.refused

@@ -161,6 +161,31 @@ def cached_long_prompt(llm, tool):
     }
 
 
+def wishes(llm, tool):
+    """Requests with ``kv_transfer_params``: the error that each got, and what one kept off the disk."""
+    rng = random.Random(11)
+
+    def ask(wish, count=4 * BLOCK):
+        wanted = SamplingParams(
+            max_tokens=8,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"kvtierd": wish}},
+        )
+        (output,) = llm.generate([tokens(rng, count)], wanted, use_tqdm=False)
+        return (output.kv_transfer_params or {}).get("kvtierd_error")
+
+    tool.wait_on_disk(tool.blocks("cpu"))
+    before = {tier: len(tool.blocks(tier)) for tier in ("cpu", "disk")}
+    errors = {
+        "good": ask({"load_from": ["disk"], "store_to": []}),
+        "unknown key": ask({"load_form": ["disk"]}),
+        "unknown tier": ask({"load_from": ["tape"]}),
+    }
+    wait_for(lambda: len(tool.blocks("cpu")) == before["cpu"] + 4, "the first request's blocks")
+    return {"errors": errors, "on_disk": len(tool.blocks("disk")) - before["disk"]}
+
+
 def plain(settings):
     """An engine without a connector: the tokens and times to compare with."""
     llm = engine(settings["model"], **LARGE)
@@ -186,6 +211,7 @@ def kept(settings):
     tool.wait_on_disk(tool.blocks("cpu"))
     tool.empty_pool()
     run("promotions")
+    seen["wishes"] = wishes(llm, tool)
     seen["long"] = cached_long_prompt(llm, tool)
     seen["vllm_metrics"] = meter.told.reduce()
     stop(llm)

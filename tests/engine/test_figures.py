@@ -72,3 +72,13 @@ def test_vllms_metrics_tell_hits_by_tier_and_what_they_cost(figures: dict[str, A
     assert told["vllm:kvtierd_hit_bytes:('cpu',)"] > 0
     assert told["vllm:kv_offload_load_bytes"] > 0
     assert told["vllm:kvtierd_wait_seconds"] > 0
+
+
+def test_a_request_may_choose_its_tiers_and_is_told_what_is_wrong_with_its_wish(
+    figures: dict[str, Any],
+) -> None:
+    errors = figures["wishes"]["errors"]
+    assert errors["good"] is None
+    assert "load_form" in errors["unknown key"]
+    assert "tape" in errors["unknown tier"]
+    assert figures["wishes"]["on_disk"] == 0

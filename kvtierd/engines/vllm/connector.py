@@ -53,9 +53,7 @@ class KvtierdConnector(OffloadingConnector):
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         spec = self._manager.spec
         identity = Identity.of(spec.settings, spec.config, vllm_config, kv_cache_config)
-        session = open_session(spec.settings, identity, Role.SCHEDULER)
-        if session is not None:
-            self._manager.bind(Pipeline(session), identity)
+        self._manager.bind(Pipeline(open_session(spec.settings, identity, Role.SCHEDULER)), identity)
 
     def _bind_worker(self, vllm_config: Any, kv_cache_config: Any) -> None:
         assert self.connector_worker is not None

@@ -15,29 +15,31 @@ from kvtierd.engines.vllm.identity import Identity
 from kvtierd.engines.vllm.manager import KvtierdManager
 from kvtierd.engines.vllm.settings import Settings
 from kvtierd.engines.vllm.worker import KvtierdWorker
-from kvtierd.errors import KvtierdError
 
 logger = logging.getLogger(__name__)
 
 
-def open_session(settings: Settings, identity: Identity, role: Role) -> Session | None:
+def open_session(settings: Settings, identity: Identity, role: Role) -> Session:
     """Connect and attach; a daemon that is not there yet is found later, by the session itself.
 
-    ``None``: the daemon is there and refuses this engine. That is logged and the engine runs without cache.
+    So is one that refuses this engine now, and takes it after an upgrade or when others have left. That is
+    logged; meanwhile the engine runs without cache.
     """
-    client = Client(settings.socket, deadline=settings.deadline)
-    try:
-        return client.attach(
-            identity.layout,
-            engine_id=identity.engine_id,
-            dp_rank=identity.dp_rank,
-            role=role,
-            rank=identity.rank,
-            wait=settings.attach_timeout,
+    session = Client(settings.socket, deadline=settings.deadline).attach(
+        identity.layout,
+        engine_id=identity.engine_id,
+        dp_rank=identity.dp_rank,
+        role=role,
+        rank=identity.rank,
+        wait=settings.attach_timeout,
+        patient=True,
+    )
+    if session.refused is not None:
+        logger.error(
+            "kvtierd: the daemon refuses this engine, which runs without cache and tries again: %s",
+            session.refused,
         )
-    except KvtierdError as error:
-        logger.error("kvtierd: the daemon refuses this engine, which runs without cache: %s", error)
-        return None
+    return session
 
 
 class KvtierdOffloadingSpec(OffloadingSpec):

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from kvtierd.client import BlockKey, Client, KeyState
+from kvtierd.client import Client, KeyState, block_key
 from kvtierd.client.pipeline import MAX_IN_FLIGHT, Pipeline
 from kvtierd.core import stimuli
 from kvtierd.core.effects import ErrorCode
 from kvtierd.errors import RequestRefused
 
-A, B, C = (BlockKey(bytes([n]) * 32, 0) for n in range(1, 4))
+A, B, C = (block_key(bytes([n]) * 32) for n in range(1, 4))
 
 
 @pytest.fixture
@@ -162,3 +162,16 @@ def test_nothing_to_ask_is_done_at_once(pipe):
     call = pipe.lookup([A])
     pipe.wait([call])
     assert pipe.release(call.result).done
+
+
+def test_a_patient_session_comes_in_when_the_refusal_has_passed(socket_path, daemon, layout, wait_for):
+    """L112: an engine that an older daemon refused finds the upgraded one by itself."""
+    daemon.refuse = {stimuli.Attach: ErrorCode.POOL_EXHAUSTED}
+    with Client(socket_path, deadline=0.3) as client:
+        pipe = Pipeline(client.attach(layout, engine_id="e0", patient=True))
+        assert pipe.session.refused.code is ErrorCode.POOL_EXHAUSTED
+        assert pipe.lookup([A]).miss == "away"
+        daemon.refuse = {}
+        wait_for(lambda: pipe.poll() or pipe.session.connected)
+        assert pipe.session.refused is None
+        assert store(pipe, A) == (A,)

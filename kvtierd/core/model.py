@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple, NewType
 
 import msgspec
@@ -163,9 +162,11 @@ def event_hash(key: BlockKey) -> int:
     return int.from_bytes(key[-8 - GROUP_BYTES : -GROUP_BYTES], "big")
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One block's description as tiers and events carry it; ``payload_bytes`` is over all ranks."""
+class Block(msgspec.Struct, frozen=True, gc=False):
+    """One block's description as tiers and events carry it; ``payload_bytes`` is over all ranks.
+
+    It is part of no cycle, and a million of them are nothing for the garbage collector to walk.
+    """
 
     id: BlockId
     payload_bytes: int
@@ -204,8 +205,7 @@ class EventKind(enum.Enum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True, slots=True)
-class TierEvent:
+class TierEvent(msgspec.Struct, frozen=True, gc=False):
     """One entry of a tier's own event queue."""
 
     kind: EventKind

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kvtierd.core.model import Block, BlockId, BlockMeta, Group, Layout, block_key
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status

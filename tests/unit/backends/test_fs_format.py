@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvtierd.core.model import Block, BlockId, BlockMeta, block_key, hash_of
 from kvtierd.edges.backends import fs_format

@@ -10,10 +10,10 @@ import subprocess
 import sys
 import textwrap
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvtierd.core.model import BlockMeta, hash_of
 from kvtierd.core.stimuli import Status

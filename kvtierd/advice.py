@@ -137,6 +137,12 @@ def _tier(tier: Mapping[str, Any]) -> Iterator[Advice]:
             f"Tier {name} could not delete {human_size(stuck)}: {tier.get('last_fault') or 'see the log'}.",
             "Check permissions of its folder or bucket; deletion is tried again every half minute.",
         )
+    if crowded := tier.get("left", {}).get("crowded"):
+        yield Advice(
+            WARNING,
+            f"Tier {name}: its storage was full before max_bytes was reached; {crowded} blocks gave way.",
+            "Give the storage room, or lower max_bytes to what it really has.",
+        )
     if tier.get("scanning") and condition == "ok":
         yield Advice(
             NOTE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvtierd.cli.common import add_socket, control_socket, table, text
 from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ExitCode, Unavailable
 
+_WIDTH = 80
 _WORK = (
     ("jobs", "stores under way"),
     ("leases", "leases"),
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def render(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a report for people."""
     yield "kvtierd " + "  ".join(_heading(report))
-    for section in (_pool, _tiers, _tenants, _layouts, _sessions, _work, _events):
+    for section in (_pool, _tiers, _tenants, _layouts, _sessions, _work, _events, _advice):
         yield from section(report)
 
 
@@ -183,6 +185,19 @@ def _events(report: Mapping[str, Any]) -> Iterator[str]:
             trouble.append(text(audience["sequence_degraded"]))
         if trouble:
             yield f"  {', '.join(trouble)}"
+
+
+def _advice(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong and what to do; notes are for the status page."""
+    from kvtierd.advice import NOTE, advise
+
+    try:
+        found = [advice for advice in advise(report) if advice.level != NOTE]
+    except (AttributeError, KeyError, TypeError, ValueError):  # a report of another version
+        return
+    for advice in found:
+        yield from textwrap.wrap(f"{advice.level}  {text(advice.what)}", _WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(text(advice.do), _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 def _section(title: str, rows: list[dict[str, str]]) -> Iterator[str]:

@@ -113,6 +113,9 @@ def test_a_report_fits_eighty_columns_and_names_what_is_wrong():
         "work  2 stores under way",
         "events  default: tcp://127.0.0.1:5557, batch 41, 10 residencies announced",
         "  3 dropped",
+        "warning  Tier disk is degraded: no space left.",
+        "  Repair its storage (mount, permission, space, credentials). It is tried again",
+        "  by itself; other tiers serve meanwhile.",
     ]
     assert max(map(len, lines)) <= 80
 
@@ -173,7 +176,11 @@ def test_the_socket_is_given_or_found_through_file_or_variable(daemon, monkeypat
 def test_without_a_daemon_it_exits_69_with_one_line(daemon, monkeypatch, capsys):
     monkeypatch.setattr(daemon, "answer", Unavailable("no daemon at /x"))
     assert main(["status"]) == ExitCode.UNAVAILABLE
-    assert capsys.readouterr() == ("", "kvtierd: no daemon at /x\n")
+    assert capsys.readouterr() == (
+        "",
+        "kvtierd: no daemon at /x: start one with kvtierd serve,"
+        " or say where it is with --config or --socket\n",
+    )
     assert main(["status", "--quiet"]) == ExitCode.UNAVAILABLE
     assert capsys.readouterr() == ("", "")
 
@@ -197,3 +204,10 @@ def test_the_real_client_finds_no_daemon_and_imports_none(tmp_path):
     )
     assert done.stdout == "69 []\n"
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_is_wrong_comes_with_what_to_do():
+    tier = {"name": "disk", "left": {"crowded": 7}, "condition": "ok"}
+    said = " ".join(" ".join(render({"tiers": [tier]})).split())
+    assert "warning Tier disk: its storage was full before max_bytes was reached; 7 blocks gave way." in said
+    assert "lower max_bytes" in said

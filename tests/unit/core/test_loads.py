@@ -4,7 +4,7 @@ import time
 
 from kvtierd.core.effects import Loaded, LookedUp, Read
 from kvtierd.core.geometry import UNIT
-from kvtierd.core.model import Block, BlockId, KeyState
+from kvtierd.core.model import Block, BlockId, KeyState, Scope
 from kvtierd.core.stimuli import Found, FoundBlock, Load, Lookup, Prefetch, Status
 from kvtierd.testing.rig import LAYOUT, fs_spec, key, meta
 
@@ -317,3 +317,18 @@ def test_a_look_everywhere_leaves_cold_blocks_to_the_question_that_promotes_them
     rig.lookup(2, promote=True)
     pool, disk = (tier["counters"] for tier in rig.ladder.statistics()["tiers"])
     assert (pool["lookup_blocks"], disk["lookup_hits"]) == (3, 1)
+
+
+def test_the_short_way_of_a_plain_lookup_answers_and_counts_as_the_long_one(rigged):
+    rig = rigged(8)
+    rig.store(1, 2, 3)
+    for numbers in ((), (1,), (1, 2, 3), (3, 1, 1), (1, 9), (9,)):
+        answers = []
+        for scope in (None, Scope()):  # a scope of everything changes nothing but the way
+            before = rig.ladder.stack.primary.counters.copy()
+            found = rig.lookup(*numbers, scope=scope)
+            after = rig.ladder.stack.primary.counters.copy()
+            answers.append(
+                (found.states, found.prefix, found.lease, found.leased, found.sources, after - before)
+            )
+        assert answers[0] == answers[1]

@@ -11,7 +11,7 @@ from kvtierd.client import KeyState, block_key
 from kvtierd.client._link import Backoff
 from kvtierd.core import stimuli
 from kvtierd.core.effects import ErrorCode
-from kvtierd.errors import Unavailable
+from kvtierd.errors import RequestRefused, Unavailable
 from kvtierd.wire.messages import Hello
 
 A, B = block_key(b"a" * 8), block_key(b"b" * 8)
@@ -163,17 +163,42 @@ def test_nonsense_from_the_daemon_ends_the_connection_not_the_engine(attach, dae
     assert s.epoch == 2
 
 
-@pytest.mark.parametrize("fault", ["size", "descriptors"])
-def test_a_pool_that_cannot_be_mapped_is_no_connection(attach, daemon, clock, wait_for, fault):
+def spoil(daemon, fault):
+    """Let the daemon hand out a pool that cannot be mapped."""
     if fault == "size":
         daemon.attached_bytes *= 2
     else:
         daemon.descriptors = 1
+
+
+@pytest.mark.parametrize("fault", ["size", "descriptors"])
+def test_an_attach_to_a_pool_that_cannot_be_mapped_says_so(attach, daemon, clock, fault):
+    """L115: a reason at once, not a wait."""
+    spoil(daemon, fault)
+    with pytest.raises(RequestRefused) as refused:
+        attach(deadline=1.0, clock=clock)
+    assert refused.value.code == "cannot_map"
+
+
+@pytest.mark.parametrize("fault", ["size", "descriptors"])
+def test_a_pool_that_cannot_be_mapped_any_more_is_a_miss_until_it_can(attach, daemon, clock, wait_for, fault):
     s = attach(deadline=1.0, clock=clock)
+    right = daemon.attached_bytes, daemon.descriptors
+    spoil(daemon, fault)
+    daemon.drop_connections()
+    assert wait_for(lambda: s.lookup([A]).reason == "away")
+
+    def refused():
+        s.lookup([A])
+        return s.refused
+
+    clock.run()
+    assert wait_for(refused).code == "cannot_map"
     assert_all_miss(s)
-    daemon.attached_bytes, daemon.descriptors = len(BLOCK) and 64 * 4096, 2
+    daemon.attached_bytes, daemon.descriptors = right
     clock.run()
     assert wait_for(lambda: s.put(A, BLOCK))
+    assert s.refused is None
 
 
 def test_a_refusal_while_coming_back_is_kept_and_verbs_miss(attach, daemon, clock, wait_for):

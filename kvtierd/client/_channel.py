@@ -60,7 +60,7 @@ class Channel:
     def wait(self, seconds: float) -> list[Reply] | None:
         """Read once, waiting in the kernel at most ``seconds`` (to a millisecond); ``None``: nothing came.
 
-        One system call where a poll and a read are two (7 us less in a round trip of 30).
+        One system call where a poll and a read are two (about 3 us less in a round trip).
         """
         if abs(seconds - self._patience) > _GRAIN:
             assert self.sock is not None

@@ -64,8 +64,8 @@ class Loads:
     def plain_hits(self, session: Session, request: Lookup) -> bool:
         """Answer a lookup whose keys are all in the pool and that only asks; whether it was such a one.
 
-        It is the lookup that an engine sends most, so it is found out in C: 11 us for 128 keys where
-        :meth:`lookup`, which answers the same, takes 35.
+        It is the lookup that is asked most, so it is found out without a line of Python for each key;
+        :meth:`lookup` would answer the same.
         """
         if request.lease is not None or request.touch or request.scope is not None:
             return False

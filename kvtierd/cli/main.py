@@ -51,7 +51,22 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}\n")
+        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}{self._meant(message)}\n")
+
+    def _meant(self, message: str) -> str:
+        """Return what was probably meant by what this parser does not know, as far as its words tell."""
+        import difflib
+        import re
+
+        options = list(self._option_string_actions)
+        if unknown := re.match(r"unrecognized arguments: (-[^ =]+)", message):
+            wrong, known = unknown[1], options
+        elif choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            wrong, known = choice[1], re.findall(r"[\w-]+", choice[2])
+        else:
+            return ""
+        close = difflib.get_close_matches(wrong.lower(), known, n=1)
+        return f"\ndid you mean {close[0]!r}?" if close else f" (see {self.prog} --help)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,12 +113,23 @@ def make_parser(wanted: Collection[str]) -> tuple[argparse.ArgumentParser, dict[
 def _run(arguments: list[str]) -> int:
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser, runs = make_parser({wanted} if wanted else ())
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _command_of(parser, arguments).error(f"unrecognized arguments: {' '.join(unknown)}")
     run = runs.get(wanted or "")
     if run is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
     return int(run(args))
+
+
+def _command_of(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command, and of the command below it, that the arguments name."""
+    for argument in arguments:
+        for action in parser._subparsers._group_actions if parser._subparsers is not None else ():
+            if argument in (action.choices or ()):
+                parser = dict(action.choices or {})[argument]
+    return parser
 
 
 def _import(name: str, module_name: str) -> Any:

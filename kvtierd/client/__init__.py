@@ -4,7 +4,11 @@ A miss is a value: while no daemon is there, every verb answers at once that not
 stored. Standard library and msgspec only.
 """
 
-from kvtierd.client.asynchronous import AsyncClient, AsyncJob, AsyncLoaded, AsyncLookup, AsyncSession
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvtierd.client.blocking import Client, Job, Loaded, Lookup, Session
 from kvtierd.core.effects import InventoryEntry, Skipped
 from kvtierd.core.model import (
@@ -21,6 +25,9 @@ from kvtierd.core.model import (
 )
 from kvtierd.core.stimuli import Role
 from kvtierd.errors import RequestRefused, Unavailable
+
+if TYPE_CHECKING:
+    from kvtierd.client.asynchronous import AsyncClient, AsyncJob, AsyncLoaded, AsyncLookup, AsyncSession
 
 __all__ = [
     "AsyncClient",
@@ -49,3 +56,10 @@ __all__ = [
     "group_of",
     "hash_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the asyncio client when it is first asked for: asyncio is a third of a command's start."""
+    if name in __all__ and name.startswith("Async"):
+        return getattr(importlib.import_module("kvtierd.client.asynchronous"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

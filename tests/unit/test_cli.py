@@ -194,3 +194,47 @@ def test_the_patterns_of_the_json_schema_agree_with_the_examples(capsys):
     for name in ("quickstart.yaml", "full.yaml"):
         assert re.search(pattern, yaml.safe_load((EXAMPLES / name).read_text())["pool"]["bytes"])
         assert load_tier_file(EXAMPLES / name, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["stauts"], "did you mean 'status'?"),
+        (["status", "--jsno"], "did you mean '--json'?"),
+        (["bench", "tires"], "did you mean 'tiers'?"),
+        (["bench", "rpc", "--jsonn"], "did you mean '--json'?"),
+        (["log-level", "debgu"], "did you mean 'debug'?"),
+        (["xyzzy"], "see kvtierd --help"),
+    ],
+)
+def test_a_command_option_or_choice_that_is_misspelt_is_answered_with_the_nearest(capsys, arguments, meant):
+    assert main(arguments) == ExitCode.USAGE
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["log-level"],
+        ["drain"],
+        ["reload"],
+        ["reset", "--all", "--dry-run"],
+        ["evict", "--tier", "cpu", "--blocks", "1"],
+        ["inventory"],
+    ],
+)
+def test_what_asks_a_daemon_imports_no_more_than_the_client_needs(command, tmp_path):
+    """So that it starts within 150 ms where nothing else runs (pydantic alone would take 200)."""
+    code = (
+        "import sys, contextlib, io\n"
+        "from kvtierd.cli.main import main\n"
+        "with contextlib.redirect_stderr(io.StringIO()):\n"
+        f"    assert main({[*command, '--socket', str(tmp_path / 'none')]!r}) == {ExitCode.UNAVAILABLE:d}\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    heavy = {"pydantic", "zmq", "yaml", "asyncio", "torch", "numpy", "prometheus_client", "uvloop", "rich"}
+    assert not heavy & set(done.stdout.split())

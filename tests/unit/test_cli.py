@@ -199,11 +199,11 @@ def test_the_patterns_of_the_json_schema_agree_with_the_examples(capsys):
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
-        (["stauts"], "did you mean 'status'?"),
+        (["inventry"], "did you mean 'inventory'?"),
         (["status", "--jsno"], "did you mean '--json'?"),
         (["bench", "tires"], "did you mean 'tiers'?"),
         (["bench", "rpc", "--jsonn"], "did you mean '--json'?"),
-        (["log-level", "debgu"], "did you mean 'debug'?"),
+        (["log-level", "debugg"], "did you mean 'debug'?"),
         (["xyzzy"], "see kvtierd --help"),
     ],
 )

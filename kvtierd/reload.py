@@ -85,7 +85,11 @@ class Reloader:
             if dry_run:
                 return outcome, found, problem
             if outcome == "applied" and new is not None:
-                self._apply(new)
+                try:
+                    await self._change_audiences(new, found)
+                    self._apply(new)
+                except ConfigError as error:
+                    outcome, problem = "refused", str(error)
             self._counts[outcome] += 1
             self.last_problem = problem
             if outcome != "refused":
@@ -151,12 +155,33 @@ class Reloader:
             return "refused", None, found, "\n".join(refusals)
         if self._daemon._ladder is None:
             return "refused", None, found, "the daemon is starting or stopping"
+        if problem := self._audience_problem(found):
+            return "refused", None, found, problem
         return ("applied" if found else "unchanged"), loaded.tier_file, found, ""
+
+    def _audience_problem(self, found: list[Change]) -> str:
+        """Return why other audiences cannot be served, though in general they can."""
+        keys = [change.key for change in found if change.key.startswith("events.audiences.")]
+        announcer = self._daemon._announcer
+        if not keys or announcer is None:
+            return ""
+        if self._daemon.tier_file.events.relay:
+            return f"{keys[0]}: needs a restart: an engine's own events are passed on (events.relay)"
+        if not announcer.settled:
+            return f"{keys[0]}: readers are still being told of what changed at the start: try again"
+        return ""
 
     # -- in force -----------------------------------------------------------------------------------
 
+    async def _change_audiences(self, new: TierFile, found: list[Change]) -> None:
+        hub, announcer = self._daemon._hub, self._daemon._announcer
+        if hub is None or announcer is None:
+            return
+        if any(change.key.startswith("events.audiences.") for change in found):
+            await hub.change(new.events, announcer.stores)
+
     def _apply(self, new: TierFile) -> None:
-        """Put a tier file in force whose differences were all found to be live; nothing in here can fail."""
+        """Put all the rest of a tier file in force, all of it live; nothing in here can fail."""
         daemon = self._daemon
         old, daemon.tier_file = daemon.tier_file, new
         limits = {}

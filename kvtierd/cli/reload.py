@@ -21,7 +21,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "reload",
         help="take the changed tier file over",
         description="Have a running daemon read its tier file again and take over what changed: limits, TTLs,"
-        " deadlines, who may connect, the level of the log. If anything else changed, or the file is wrong,"
+        " deadlines, audiences, who may connect, the log's level. If anything else changed, or it is wrong,"
         f" nothing is taken over and every reason is told (exit code {ExitCode.CONFIG:d}). Variables are"
         " those that the daemon was started with.",
     )

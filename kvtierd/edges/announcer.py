@@ -104,6 +104,15 @@ class Announcer:
         if self._queue and self._loop is not None:
             self._loop.call_soon(self.release)
 
+    @property
+    def settled(self) -> bool:
+        """Whether readers were told all that is known."""
+        return not (self._holding or self._queue)
+
+    def stores(self) -> list[TierEvent]:
+        """Return the stores that tell all that readers know of."""
+        return self._announced.stores()
+
     def known(self, found: Found) -> Found:
         """Return a part of a scan with the descriptions that are in memory already."""
         known = self.known_block

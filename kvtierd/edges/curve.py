@@ -82,6 +82,10 @@ class Doorkeeper:
         loop.add_reader(self._descriptor, self._receive)
         self._receive()
 
+    def let_in(self, keys: Mapping[str, CurveKeys]) -> None:
+        """Go by other keys for those who connect from now on."""
+        self._keys = {name.encode(): key for name, key in keys.items()}
+
     def close(self) -> None:
         """Stop answering: no new client gets in."""
         self._loop.remove_reader(self._descriptor)

@@ -20,6 +20,7 @@ import zmq
 from kvtierd.config.audiences import Audience, Events, render_topic
 from kvtierd.config.endpoints import offset
 from kvtierd.core.model import Medium, TierEvent
+from kvtierd.edges import audience_change
 from kvtierd.edges.curve import CurveKeys, Doorkeeper
 from kvtierd.edges.outlet import Outlet, OutletPlan
 from kvtierd.edges.publisher import Publisher, StreamPlan
@@ -81,31 +82,11 @@ class EventHub:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._door: Doorkeeper | None = None
         self._after_close = 0
-        self._keys = {
-            audience.name: CurveKeys.load(
-                audience.name, audience.curve.secret_key_file, audience.curve.allowed_clients
-            )
-            for audience in events.audiences
-            if audience.curve is not None
-        }
-        plans: dict[StreamPlan, list[OutletPlan]] = {}
-        for audience in events.audiences:
-            for rank in range(audience.rank_ports or 1):
-                plan = _stream_plan(events, audience, rank, tiers)
-                plans.setdefault(plan, []).append(self._outlet_plan(events, audience, rank, environ))
-        self._publishers = [
-            Publisher(
-                plan,
-                outlets,
-                sequence=SequenceStore(
-                    state_dir, wall_clock=clock, names=[o.label for o in outlets], fresh=fresh
-                ),
-                clock=clock,
-                ranks=self._ranks.known,
-                views=[ViewFile(state_dir, o.label) for o in outlets],
-            )
-            for plan, outlets in plans.items()
-        ]
+        self._tiers, self._environ, self._state_dir = tiers, environ, state_dir
+        self._keys = load_keys(events)
+        self._publishers = self.make(self.plans(events, self._keys), fresh=fresh)
+        self._missed: list[TierEvent] | None = None
+        """What was told while audiences change: the new ones hear it when they can."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open all sockets; to be called in the loop's thread.
@@ -133,6 +114,54 @@ class EventHub:
             return
         for publisher in self._publishers:
             publisher.publish(events)
+        if self._missed is not None:
+            self._missed += events
+
+    async def change(self, events: Events, known: Callable[[], list[TierEvent]]) -> None:
+        """Serve other audiences from now on; those whose settings are the same notice nothing.
+
+        ``known`` returns stores that tell all that readers know of now. No engine's events may be passed on.
+
+        Raises:
+            ConfigError: one of the new ones cannot be served; the ones of before are, as they were.
+        """
+        await audience_change.change(self, events, known)
+
+    def plans(
+        self, events: Events, keys: Mapping[str, CurveKeys]
+    ) -> dict[str, tuple[StreamPlan, OutletPlan]]:
+        """Return how each outlet is to be served, by its label.
+
+        Raises:
+            ConfigError: a topic cannot be filled in.
+        """
+        wanted = {}
+        for audience in events.audiences:
+            for rank in range(audience.rank_ports or 1):
+                outlet = self._outlet_plan(events, audience, rank, keys)
+                wanted[outlet.label] = (_stream_plan(events, audience, rank, self._tiers), outlet)
+        return wanted
+
+    def make(
+        self, wanted: Mapping[str, tuple[StreamPlan, OutletPlan]], fresh: bool = True
+    ) -> list[Publisher]:
+        """Return a publisher for each stream, not started. Reads and writes files."""
+        plans: dict[StreamPlan, list[OutletPlan]] = {}
+        for plan, outlet in wanted.values():
+            plans.setdefault(plan, []).append(outlet)
+        return [
+            Publisher(
+                plan,
+                outlets,
+                sequence=SequenceStore(
+                    self._state_dir, wall_clock=self._clock, names=[o.label for o in outlets], fresh=fresh
+                ),
+                clock=self._clock,
+                ranks=self._ranks.known,
+                views=[ViewFile(self._state_dir, o.label) for o in outlets],
+            )
+            for plan, outlets in plans.items()
+        ]
 
     def seed(self, events: Sequence[TierEvent]) -> None:
         """Know residencies that readers were told of by an earlier run; nothing is sent."""
@@ -243,10 +272,10 @@ class EventHub:
                 yield publisher, outlet
 
     def _outlet_plan(
-        self, events: Events, audience: Audience, rank: int, environ: Mapping[str, str]
+        self, events: Events, audience: Audience, rank: int, keys: Mapping[str, CurveKeys]
     ) -> OutletPlan:
         try:
-            topic = render_topic(audience, events.model, environ, rank)
+            topic = render_topic(audience, events.model, self._environ, rank)
         except ValueError as error:
             raise ConfigError(f"events: audience {audience.name!r}: topic: {error}") from None
         places = {key: offset(where, rank) for key, where in audience.endpoints()}
@@ -257,7 +286,7 @@ class EventHub:
             connect=places.get("connect"),
             replay=places.get("replay"),
             hwm=audience.hwm,
-            curve=self._keys.get(audience.name),
+            curve=keys.get(audience.name),
         )
 
     def _abandon(self) -> None:
@@ -316,6 +345,21 @@ class _RankFile:
                     error.strerror,
                     extra=event("state_not_written", path=str(self._path)),
                 )
+
+
+def load_keys(events: Events) -> dict[str, CurveKeys]:
+    """Return the keys of the audiences that have some. Reads files.
+
+    Raises:
+        ConfigError: a file cannot be read or holds no key.
+    """
+    return {
+        audience.name: CurveKeys.load(
+            audience.name, audience.curve.secret_key_file, audience.curve.allowed_clients
+        )
+        for audience in events.audiences
+        if audience.curve is not None
+    }
 
 
 def _stream_plan(events: Events, audience: Audience, rank: int, tiers: Mapping[str, str]) -> StreamPlan:

@@ -217,6 +217,22 @@ class Publisher:
         if self._extending is not None:
             await asyncio.wait([self._extending], timeout=grace)
 
+    async def drop(self, outlet: Outlet, grace: float) -> None:
+        """Serve one outlet no more, the others as ever; what is queued for it gets ``grace`` seconds."""
+        self.flush()
+        at = self.outlets.index(outlet)
+        del self.outlets[at]
+        self._views = [view for number, view in enumerate(self._views) if number != at]
+        await outlet.finish(grace, grace)
+        outlet.close(grace)
+        assert self._loop is not None
+        await self._loop.run_in_executor(None, self._sequence.leave, outlet.plan.label)
+
+    def skip_number(self) -> None:
+        """Leave one number out: readers from an earlier time, if there are any, see that they missed some."""
+        self._sequence.next()
+        self._log.begin(self._sequence.upcoming)
+
     def close(self, linger: float) -> None:
         """Close the sockets; what is queued gets ``linger`` seconds, while the context ends."""
         self._open = False

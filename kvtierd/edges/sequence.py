@@ -44,6 +44,7 @@ class SequenceStore:
         fresh: bool = True,
     ) -> None:
         folder = None if state_dir is None else Path(state_dir)
+        self._names = list(names)
         self._paths = [folder / f"sequence-{quote(name, safe='')}" for name in names] if folder else []
         self._pages = [NumberPage(path.with_name(f"next-{path.name}")) for path in self._paths]
         self._block = block
@@ -96,6 +97,17 @@ class SequenceStore:
             end = self._reserved + self._block
             self._reserve(end)
             self._reserved = end
+
+    def leave(self, name: str) -> None:
+        """Count for an audience no more; when it comes back numbers go on from here. Waits for the disk."""
+        with self._lock:
+            at = self._names.index(name)
+            del self._names[at]
+            if self._paths:
+                others, self._paths = self._paths, [self._paths[at]]
+                self._reserve(self._next)
+                self._paths = [path for path in others if path not in self._paths]
+                del self._pages[at]
 
     def close(self) -> None:
         """Give back what was reserved and not used, so that the next run goes on without a hole."""

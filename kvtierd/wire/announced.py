@@ -99,6 +99,15 @@ class Announced:
             parts += ((label, list(ids)) for ids in (self._unconfirmed.get(name, {}), self._told[name]))
         return ((label, block_id) for label, ids in parts for block_id in ids)
 
+    def stores(self) -> list[TierEvent]:
+        """Return the stores that tell all that readers know of, each tier's in the order of announcement."""
+        return [
+            TierEvent(EventKind.STORED, *label, block)
+            for name, label in self._labels.items()
+            for blocks in (self._unconfirmed.get(name, {}), self._told[name])
+            for block in blocks.values()
+        ]
+
     def known(self, tier: str, block: Block) -> Block:
         """Return the entry of before if it says the same as a block just found, so that one can go."""
         known = self._unconfirmed.get(tier, {}).get(block.id)

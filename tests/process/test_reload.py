@@ -15,7 +15,7 @@ import pytest
 from kvtierd.cli.main import main
 from kvtierd.errors import ExitCode
 from kvtierd.testing.clock import wait_for
-from kvtierd.testing.daemon_rig import FILE, DaemonRig, fs_tier, loose, store
+from kvtierd.testing.daemon_rig import FILE, DaemonRig, Router, fs_tier, loose, store
 
 Make = Callable[..., DaemonRig]
 Capture = pytest.CaptureFixture[str]
@@ -150,3 +150,29 @@ def test_the_service_manager_hears_of_start_reload_and_stop(
         assert "STATUS=reload unchanged" in until("READY=1")
         assert rig.daemon.stop() == 0
         until("STOPPING=1")
+
+
+def test_an_audience_that_is_added_has_the_inventory_and_the_others_go_on(
+    make: Make, capsys: Capture
+) -> None:
+    rig = started(make)
+    session = rig.attach()
+    store(session, loose(10))
+    rig.settle()
+    sequence = rig.status()["events"]["sequence"]
+    added = {"name": "late", "bind": "tcp://127.0.0.1:0", "replay": "tcp://127.0.0.1:0"}
+    rig.edit(lambda body: body["events"]["audiences"].append(added))
+    code, answer = reload(rig, capsys)
+    assert (code, answer["outcome"]) == (0, "applied")
+    late = rig.status()["events"]["audiences"]["late"]
+    router = Router()
+    router.connect(late["bind"], late["replay"])
+    router.wait_for(lambda r: len(r.resident) == 20, what="the inventory")
+    store(session, loose(3, "more"))
+    rig.settle()
+    router.wait_for(lambda r: r.resident == rig.router.resident, what="what the first audience has")
+    router.close()
+    assert rig.status()["events"]["sequence"] >= sequence
+    rig.edit(lambda body: body["events"]["audiences"].pop())
+    assert reload(rig, capsys)[0] == 0
+    assert "late" not in rig.status()["events"]["audiences"]

@@ -203,7 +203,7 @@ def test_the_patterns_of_the_json_schema_agree_with_the_examples(capsys):
         (["status", "--jsno"], "did you mean '--json'?"),
         (["bench", "tires"], "did you mean 'tiers'?"),
         (["bench", "rpc", "--jsonn"], "did you mean '--json'?"),
-        (["log-level", "warnin"], "did you mean 'warning'?"),
+        (["log-level", "infoo"], "did you mean 'info'?"),
         (["xyzzy"], "see kvtierd --help"),
     ],
 )

@@ -95,6 +95,11 @@ class Accounts:
             account = self._accounts[name] = Account(name, self.shares.get(name, 0))
         return account
 
+    def forget_held(self) -> None:
+        """Take everybody for empty; whoever counts adds up anew."""
+        for account in self._accounts.values():
+            account.held = 0
+
     def losers(self) -> list[Account]:
         """Return the accounts that may lose blocks now, who is furthest over its share first."""
         may = [account for account in self._accounts.values() if account.excess > self.floor]

@@ -154,8 +154,7 @@ class PrimaryTier(Tier):
 
     def settle(self) -> None:
         """Bring up to date what each account holds: a sum over layouts, made when somebody asks."""
-        for space in self.spaces.values():
-            space.account.held = 0
+        self.accounts.forget_held()
         for space in self.spaces.values():
             space.account.held += space.arena.slots * space.geometry.slot_bytes
 

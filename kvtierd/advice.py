@@ -115,8 +115,14 @@ def _engines(status: Status) -> Iterator[Advice]:
         )
 
 
+def tier_condition(tier: Mapping[str, Any]) -> str:
+    """Return one word for a tier; what is wrong with it comes before its being indexed."""
+    condition = str(tier.get("condition", "ok"))
+    return "indexing" if tier.get("scanning") and condition == "ok" else condition
+
+
 def _tier(tier: Mapping[str, Any]) -> Iterator[Advice]:
-    name, condition = tier.get("name"), tier.get("condition", "ok")
+    name, condition = tier.get("name"), tier_condition(tier)
     reason = tier.get("reason") or tier.get("last_fault") or "no reason given"
     if condition in ("stalled", "degraded"):
         yield Advice(
@@ -143,7 +149,7 @@ def _tier(tier: Mapping[str, Any]) -> Iterator[Advice]:
             f"Tier {name}: its storage was full before max_bytes was reached; {crowded} blocks gave way.",
             "Give the storage room, or lower max_bytes to what it really has.",
         )
-    if tier.get("scanning") and condition == "ok":
+    if condition == "indexing":
         yield Advice(
             NOTE,
             f"Tier {name} is being indexed: {tier.get('blocks', 0)} blocks so far.",

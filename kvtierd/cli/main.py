@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from kvtierd import __version__
-from kvtierd.errors import ExitCode, KvtierdError, Unavailable
+from kvtierd.errors import ExitCode, KvtierdError
 
 COMMANDS = {
     "serve": ("kvtierd.cli.serve", "run the daemon"),
@@ -76,10 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else ExitCode.OK
-    except Unavailable as error:
-        hint = "start one with kvtierd serve, or say where it is with --config or --socket"
-        print(f"kvtierd: {error}: {hint}", file=sys.stderr)
-        return int(error.exit_code)
     except KvtierdError as error:
         print(f"kvtierd: {error}", file=sys.stderr)
         return int(error.exit_code)

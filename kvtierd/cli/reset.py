@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
             if args.dry_run:
                 tell(would, as_json=args.json, would=True)
                 return ExitCode.OK
-            confirm(f"this removes {summary(would)}")
+            none = "" if would.blocks else " (kvtierd inventory lists what there is)"
+            confirm(f"this removes {summary(would)}{none}")
         removed = client.order(OperatorReset, Removed, **fields)
     tell(removed, as_json=args.json, would=False)
     return ExitCode.OK

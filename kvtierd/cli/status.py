@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvtierd.advice import tier_condition
 from kvtierd.cli.common import add_socket, control_socket, table, text
 from kvtierd.cli.main import Subparsers
 from kvtierd.errors import ExitCode, Unavailable
@@ -99,7 +100,7 @@ def _tiers(report: Mapping[str, Any]) -> Iterator[str]:
     for tier in _mappings(report.get("tiers")):
         used, limit = tier.get("used_bytes"), tier.get("capacity_bytes")
         full = f"{100 * used / limit:.0f}%" if isinstance(used, int) and limit else "-"
-        condition = "indexing" if tier.get("scanning") else text(tier.get("condition", "ok"))
+        condition = text(tier_condition(tier))
         row = {"tier": text(tier.get("name")), "used": _size(used), "of": _size(limit), "full": full}
         for column in ("blocks", "stored", "removed", "loads"):
             row[column] = text(tier.get(column, "-"))
@@ -177,7 +178,8 @@ def _events(report: Mapping[str, Any]) -> Iterator[str]:
     for name, audience in audiences.items():
         audience = _mapping(audience)
         where = text(audience.get("bind") or audience.get("connect") or "?")
-        line = f"events  {text(name)}: {where}, batch {text(audience.get('sequence', '-'))}"
+        sent = audience.get("sequence", "-")
+        line = f"events  {text(name)}: {where}, {'no batch yet' if sent is None else f'batch {text(sent)}'}"
         line += f", {text(audience.get('announced', '-'))} residencies announced"
         yield line
         trouble = [f"{audience[key]} {key}" for key in _TROUBLE if audience.get(key)]

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvtierd.advice import advise
+from kvtierd.advice import advise, tier_condition
 from kvtierd.cli.common import text
 from kvtierd.config.units import human_size
 
@@ -86,7 +86,7 @@ class Screen:
         bar = BAR if width >= 100 else 8
         for tier in _maps(self._status.get("tiers")):
             name = str(tier.get("name"))
-            condition = "indexing" if tier.get("scanning") else str(tier.get("condition", "ok"))
+            condition = tier_condition(tier)
             table.add_row(
                 escape(text(name)),
                 _bar(tier, bar),

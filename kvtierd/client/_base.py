@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +15,7 @@ from kvtierd.core.effects import Attached
 from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.model import Layout
 from kvtierd.core.stimuli import Attach, Role
-from kvtierd.errors import LocalProtocolError, RequestRefused
+from kvtierd.errors import LocalProtocolError, RequestRefused, Unavailable
 
 # What Hello says about this side.
 CLIENT_NAME = f"kvtierd-python/{__version__}"
@@ -122,3 +124,24 @@ def attach_request(
 def must_raise(refused: RequestRefused | None) -> bool:
     """Whether a refused attach is the caller's mistake and not a state that passes."""
     return refused is not None and refused.code not in PASSING
+
+
+def unanswered(path: str) -> Unavailable:
+    """Return the error for a socket where no daemon answered: where, why as far as it shows, what to do."""
+    return Unavailable(f"no daemon answers at {path}: {_why_not(path)}")
+
+
+def _why_not(path: str) -> str:
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return (
+            "no such socket; start a daemon with kvtierd serve, or say where it is with --config or --socket"
+        )
+    except OSError as error:
+        return f"{error.strerror}; ask as a user who may enter its folder"
+    if not stat.S_ISSOCK(mode):
+        return "it is no socket; say where it is with --config or --socket"
+    if not os.access(path, os.R_OK | os.W_OK):
+        return "permission denied; ask as a user whom access.mode and access.group of the tier file let in"
+    return "the daemon ended, or did not answer within the deadline; see its log, start it or wait longer"

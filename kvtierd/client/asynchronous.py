@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 
 from kvtierd.client import _verbs
 from kvtierd.client._async_line import AsyncLine
-from kvtierd.client._base import SessionBase, attach_request, must_raise
+from kvtierd.client._base import SessionBase, attach_request, must_raise, unanswered
 from kvtierd.client._link import Backoff, Miss
 from kvtierd.client._verbs import Flow, JobData, LoadData, LookupData
 from kvtierd.core.effects import InventoryEntry
 from kvtierd.core.model import BlockKey, BlockMeta, Layout, Scope
 from kvtierd.core.stimuli import Request, Role
-from kvtierd.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -256,7 +255,7 @@ class AsyncClient:
                     return reply.body
             elif line.link.refused is not None:
                 raise line.link.refused
-            raise Unavailable(f"no daemon answers at {self.path}")
+            raise unanswered(str(self.path))
         finally:
             line.close()
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvtierd.client import _verbs
-from kvtierd.client._base import SessionBase, attach_request, must_raise
+from kvtierd.client._base import SessionBase, attach_request, must_raise, unanswered
 from kvtierd.client._blocking_line import Line
 from kvtierd.client._link import Backoff, Miss, R, Verb
 from kvtierd.client._verbs import Flow, JobData, LoadData, LookupData
@@ -285,7 +285,7 @@ class Client:
                     return reply
             elif line.link.refused is not None:
                 raise line.link.refused
-            raise Unavailable(f"no daemon answers at {self.path}")
+            raise unanswered(str(self.path))
         finally:
             line.close()
 
@@ -299,7 +299,7 @@ class Client:
         line = self._line(None)
         try:
             if not line.connect(self.deadline):
-                raise line.link.refused or Unavailable(f"no daemon answers at {self.path}")
+                raise line.link.refused or unanswered(str(self.path))
             cursor = 0
             while True:
                 page = line.ask(_verbs.survey(tier, cursor))

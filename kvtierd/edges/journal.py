@@ -301,7 +301,7 @@ class Journal:
         reason = f"the announced journal cannot be written: {error}"
         if self.degraded is None:
             log.warning(
-                "%s; after a crash now, what is found will be announced anew",
+                "%s; after a crash now, what is found will be announced anew; make state_dir writable",
                 reason,
                 extra=event("journal_degraded", reason=str(reason)),
             )

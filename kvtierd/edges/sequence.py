@@ -159,7 +159,7 @@ class SequenceStore:
     def _degrade(self, reason: str) -> None:
         if self.degraded is None:
             logger.warning(
-                "batch numbers will not survive a restart: %s",
+                "batch numbers will not survive a restart: %s; make state_dir writable",
                 reason,
                 extra=event("sequence_degraded", reason=reason),
             )

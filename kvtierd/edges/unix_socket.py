@@ -88,7 +88,13 @@ def lock_folder(folder: Path) -> int:
             ) from None
         except OSError as error:
             os.close(fd)
-            raise CannotCreate(f"runtime_dir: {path}: {error.strerror}") from error
+            raise _cannot_lock(path, error) from error
+
+
+def _cannot_lock(path: Path, error: OSError) -> CannotCreate:
+    return CannotCreate(
+        f"runtime_dir: {path}: {error.strerror}: make the folder writable for this user or choose another"
+    )
 
 
 def unlock_folder(folder: Path, fd: int) -> None:
@@ -103,7 +109,7 @@ def _open_lock(path: Path) -> int:
     try:
         fd = os.open(path, flags, 0o600)
     except OSError as error:
-        raise CannotCreate(f"runtime_dir: {path}: {error.strerror}") from error
+        raise _cannot_lock(path, error) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise CannotCreate(f"runtime_dir: {path} is no regular file: remove it or choose another folder")

@@ -49,7 +49,7 @@ class ViewFile:
             os.replace(new, self._path)
         except OSError as error:
             logger.warning(
-                "cannot write %s: %s",
+                "cannot write %s: %s; make state_dir writable",
                 self._path,
                 error.strerror,
                 extra=event("state_not_written", path=str(self._path)),

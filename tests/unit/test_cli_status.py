@@ -1,6 +1,8 @@
 """``kvtierd status``: what people see of a report, and what happens without a daemon."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 import kvtierd.client
 from kvtierd.cli.main import main
 from kvtierd.cli.status import render
+from kvtierd.client import Client
 from kvtierd.errors import ExitCode, Unavailable
 
 REPORT = {
@@ -120,6 +123,21 @@ def test_a_report_fits_eighty_columns_and_names_what_is_wrong():
     assert max(map(len, lines)) <= 80
 
 
+def test_a_tier_that_could_not_be_opened_is_degraded_though_it_is_not_indexed_yet():
+    tier = {"name": "disk", "scanning": True, "condition": "degraded", "reason": "Permission denied"}
+    lines = list(render({"tiers": [tier, {**tier, "name": "lake", "condition": "ok", "reason": ""}]}))
+    assert [line.split()[-1] for line in lines if line.startswith(("  disk  ", "  lake  "))] == [
+        "degraded",
+        "indexing",
+    ]
+    assert "  disk: Permission denied" in lines
+
+
+def test_an_audience_that_was_sent_nothing_says_so():
+    line = list(render({"events": {"audiences": {"a": {"bind": "tcp://x:1", "sequence": None}}}}))[-1]
+    assert line.startswith("events  a: tcp://x:1, no batch yet, ")
+
+
 @pytest.mark.parametrize(
     "report",
     [{}, {"pool": {}}, {"tiers": [{}]}, {"tiers": ["x", 1]}, {"events": {"x": {}}}, {"layouts": {}}],
@@ -176,11 +194,7 @@ def test_the_socket_is_given_or_found_through_file_or_variable(daemon, monkeypat
 def test_without_a_daemon_it_exits_69_with_one_line(daemon, monkeypatch, capsys):
     monkeypatch.setattr(daemon, "answer", Unavailable("no daemon at /x"))
     assert main(["status"]) == ExitCode.UNAVAILABLE
-    assert capsys.readouterr() == (
-        "",
-        "kvtierd: no daemon at /x: start one with kvtierd serve,"
-        " or say where it is with --config or --socket\n",
-    )
+    assert capsys.readouterr() == ("", "kvtierd: no daemon at /x\n")
     assert main(["status", "--quiet"]) == ExitCode.UNAVAILABLE
     assert capsys.readouterr() == ("", "")
 
@@ -204,6 +218,7 @@ def test_the_real_client_finds_no_daemon_and_imports_none(tmp_path):
     )
     assert done.stdout == "69 []\n"
     assert len(done.stderr.splitlines()) == 1
+    assert "none.sock: no such socket; start a daemon with kvtierd serve, or say where" in done.stderr
 
 
 def test_what_is_wrong_comes_with_what_to_do():
@@ -211,3 +226,23 @@ def test_what_is_wrong_comes_with_what_to_do():
     said = " ".join(" ".join(render({"tiers": [tier]})).split())
     assert "warning Tier disk: its storage was full before max_bytes was reached; 7 blocks gave way." in said
     assert "lower max_bytes" in said
+
+
+def test_who_is_not_answered_hears_why(tmp_path):
+    gone, plain = tmp_path / "gone.sock", tmp_path / "plain"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(gone))
+    plain.touch()
+    for path, why in ((gone, "the daemon ended, or did not answer"), (plain, "it is no socket")):
+        with Client(str(path), deadline=0.2) as client, pytest.raises(Unavailable, match=f"{path}: {why}"):
+            client.status()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may use every socket")
+def test_who_may_not_use_the_socket_hears_that(tmp_path):
+    with socket.socket(socket.AF_UNIX) as mine:
+        mine.bind(str(tmp_path / "s"))
+    (tmp_path / "s").chmod(0)
+    path = str(tmp_path / "s")
+    with Client(path, deadline=0.2) as client, pytest.raises(Unavailable, match="permission denied"):
+        client.status()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from kvtierd.advice import tier_condition
 from kvtierd.core.model import Departure, SkipReason
 from kvtierd.core.statistics import CASCADE_SKIPS, DECLINED, GIVEN_UP, PROMOTION_REFUSALS
 from kvtierd.core.stimuli import Status
@@ -70,22 +71,18 @@ def _info(figures: Figures) -> Iterable[Reading]:
         yield tuple(tier[label] for label in TIER_LABELS), 1.0
 
 
-def condition(report: Mapping[str, Any]) -> str:
-    """Return a tier's condition as one of :data:`CONDITIONS`."""
-    if report.get("scanning") and report.get("condition") == "ok":
-        return "indexing"
-    return str(report.get("condition", "ok"))
-
-
 def _state(figures: Figures) -> Iterable[Reading]:
     for tier, report in figures.each_tier():
-        now = condition(report)
+        now = tier_condition(report)
         for name in CONDITIONS:
             yield (tier, name), float(name == now)
 
 
 def _degraded(figures: Figures) -> Iterable[Reading]:
-    yield (), float(sum(condition(report) not in ("ok", "indexing") for _, report in figures.each_tier()))
+    yield (
+        (),
+        float(sum(tier_condition(report) not in ("ok", "indexing") for _, report in figures.each_tier())),
+    )
 
 
 def _left(figures: Figures) -> Iterable[Reading]:

@@ -115,6 +115,12 @@ def test_a_folder_has_one_owner_at_a_time_and_nothing_stays_behind(tmp_path):
     unlock_folder(tmp_path, second)
 
 
+def test_a_folder_that_cannot_be_locked_says_what_to_do(tmp_path):
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CannotCreate, match="make the folder writable for this user or choose another"):
+        lock_folder(tmp_path)
+
+
 def test_a_lock_that_a_dead_daemon_left_is_taken(tmp_path):
     (tmp_path / "lock").write_text("99999999\n")
     fd = lock_folder(tmp_path)

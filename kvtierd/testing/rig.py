@@ -275,10 +275,10 @@ class LadderRig:
         return {(entry.tier, entry.key) for entry in entries}
 
     def folded(self, namespace: str | None = None) -> set[Residency]:
-        """Return what all events of a namespace so far add up to; each must be a real change."""
+        """Return what all events (of one namespace) so far add up to; each must be a real change."""
         state: set[Residency] = set()
         for event in self.events:
-            if event.block.id.namespace != (namespace or self.layout.namespace()):
+            if namespace not in (None, event.block.id.namespace):
                 continue
             entry = (event.tier, event.block.id.key)
             assert (entry in state) is (event.kind is EventKind.REMOVED), f"no change: {event}"

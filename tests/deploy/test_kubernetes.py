@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,50 @@ def test_every_audience_is_bound_to_the_pods_address_and_ports_are_numbers(overl
 def test_a_router_finds_the_pods_by_its_own_labels(overlay, labels, kustomize):
     found = workload(kustomize(f"overlays/{overlay}"))["spec"]["template"]["metadata"]["labels"]
     assert labels.items() <= found.items()
+
+
+OWN = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"name": "own", "labels": {"kvtierd.io/sidecar": "true"}},
+}
+ENGINE = {"name": "engine", "image": "vllm", "args": ["--model", "qwen"]}
+
+
+def beside(folder: Path, **spec: object) -> Path:
+    """Write a kustomization that adds the component to a Deployment of somebody's own."""
+    body = OWN | {"spec": {"template": {"spec": spec}}}
+    (folder / "own.yaml").write_text(yaml.safe_dump(body))
+    component = os.path.relpath(KUBERNETES / "components" / "sidecar", folder)
+    text = yaml.safe_dump({"resources": ["own.yaml"], "components": [component]})
+    (folder / "kustomization.yaml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("containers", "told"),
+    [
+        ([ENGINE | {"name": "vllm"}], "containers/0/name failed"),
+        ([{"name": "proxy", "image": "proxy", "args": ["-v"]}, ENGINE], "containers/0/name failed"),
+        ([{"name": "engine", "image": "vllm", "command": ["vllm", "serve"]}], "missing path.*args/-"),
+    ],
+)
+def test_what_the_component_does_not_fit_stops_the_build_and_says_where(
+    containers, told, kustomize, tmp_path
+):
+    with pytest.raises(AssertionError, match=told):
+        kustomize(beside(tmp_path, containers=containers))
+
+
+def test_what_the_component_does_not_need_of_a_pod_stays(kustomize, tmp_path):
+    fetch = {"name": "fetch", "image": "fetch"}
+    context = {"supplementalGroups": [4000]}
+    own = beside(tmp_path, initContainers=[fetch], containers=[ENGINE], securityContext=context)
+    pod = workload(kustomize(own))["spec"]["template"]["spec"]
+    assert [container["name"] for container in pod["initContainers"]] == ["kvtierd-glue", "kvtierd", "fetch"]
+    assert [container["name"] for container in pod["containers"]] == ["engine"]
+    assert pod["securityContext"]["supplementalGroups"] == [4000]
+    assert pod["securityContext"]["fsGroup"] == 65532
 
 
 def test_the_policy_opens_the_ports_of_events_to_routers_only():

@@ -24,13 +24,18 @@ from kvtierd.core.stimuli import (
     FoundBlock,
     Goodbye,
     Load,
+    OperatorEvict,
+    OperatorReset,
+    Ordered,
     PrepareStore,
     ProcessDied,
     Release,
+    Retune,
     Role,
     SessionClosed,
     Stalled,
     Status,
+    TierLimits,
     Touch,
     Usable,
 )
@@ -284,6 +289,32 @@ class LadderMachine(RuleBasedStateMachine):
     @rule(tiers=st.sampled_from([(), ("cpu",), ("disk",)]))
     def reset(self, tiers):
         self.rig.reset(*tiers)
+
+    # -- an operator --------------------------------------------------------------------------------
+
+    @rule(tiers=st.sampled_from([None, ("cpu",), ("lake",)]), model=st.sampled_from([None, "rig", "none"]))
+    def order_reset(self, tiers, model):
+        self._order(OperatorReset, tiers=tiers, model=model)
+
+    @rule(
+        tier=st.sampled_from(["cpu", "disk"]),
+        blocks=st.sampled_from([None, 2]),
+        namespace=st.sampled_from([LAYOUT.namespace()[:5], None]),
+    )
+    def order_evict(self, tier, blocks, namespace):
+        self._order(OperatorEvict, tier=tier, blocks=blocks, namespace=namespace)
+
+    def _order(self, request, **fields):
+        self.rig._request += 1
+        self.rig.feed(Ordered(-1, request(id=self.rig._request, **fields)))
+
+    @rule(ttl=st.sampled_from([None, 0.5, 100.0]), leases=st.sampled_from([100, 16384]))
+    def retune(self, ttl, leases):
+        limits = {
+            tier.name: TierLimits(tier.spec.capacity, tier.spec.budget, ttl, tier.spec.max_load_time)
+            for tier in self.rig.ladder.stack.secondaries
+        }
+        self.rig.feed(Retune(limits, job_ttl=60.0, lease_ttl=60.0, max_leases=leases))
 
     # -- trouble ------------------------------------------------------------------------------------
 

@@ -114,6 +114,17 @@ class KvtierdConnector(OffloadingConnector):
             self._manager.settle_orphans(report)
             self._manager.flush()
 
+    def reset_cache(self) -> bool | None:
+        """Reset as often as one likes: vLLM asserts that it stepped since a reset that had jobs to flush."""
+        scheduler = self.connector_scheduler
+        assert scheduler is not None
+        owed, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+        try:
+            done: bool | None = super().reset_cache()
+        finally:
+            scheduler._current_batch_jobs_to_flush |= owed
+        return done
+
     # -- worker side --------------------------------------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

@@ -147,7 +147,7 @@ class Jobs:
         Waits once, at most the deadline, where the step has loads or flushes stores that have no slots yet.
         ``store_jobs``: vLLM's jobs of this step by number; ``flushed``: the numbers of those to be flushed.
         """
-        self._give_back_unwanted()
+        self.give_back_unwanted()
         for number, job in store_jobs.items():
             if job.dst_spec.ticket in self._waiting:
                 self._tickets_of_jobs[number] = job.dst_spec.ticket
@@ -233,7 +233,7 @@ class Jobs:
             grant.job if is_store else 0,
         )
 
-    def _give_back_unwanted(self) -> None:
+    def give_back_unwanted(self) -> None:
         """Abort what was granted though nobody is going to write it."""
         waiting = []
         for call in self._unwanted:

@@ -269,6 +269,8 @@ class KvtierdManager(OffloadingManager):
             if self._reset_call is not None:
                 self._guard.call("reset", lambda: self._pipeline.wait([self._reset_call]), None)
                 self._guard.call("reset", self._pay_reset, None)
+            self._jobs.give_back_unwanted()
+            self.flush()
 
     def _pay_reset(self) -> None:
         """See to it that the daemon carries a reset out; a connection that was lost meanwhile means again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.model import Layout
 from kvtierd.core.policies.lru import Lru
+from kvtierd.core.reclaim import reclaim
 from kvtierd.core.stack import Stack
 from kvtierd.core.tier import PoolSpace
 
@@ -39,7 +40,7 @@ def open_space(stack: Stack, namespace: str, layout: Layout) -> PoolSpace:
     if space is not None:
         return space
     space = make_space(stack, layout)
-    if not space.arena.grow() and not (stack.reclaim(space) and space.arena.grow()):
+    if not space.arena.grow() and not (reclaim(stack, space) and space.arena.grow()):
         held = sum(len(other.sessions) for other in primary.spaces.values())
         if primary.spec.shares and primary.extents.free_units >= space.arena.slot_units:
             raise PoolExhausted(

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
-from kvtierd.core.ledger import Shaped
 from kvtierd.core.model import BlockId, Departure
+from kvtierd.core.reclaim import reclaim
 from kvtierd.core.residency import Node, State, leaf_first
 from kvtierd.core.tenants import Tenants
 from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier, TierSpec
@@ -91,35 +91,12 @@ class Stack:
     def take_slot(self, space: PoolSpace) -> int | None:
         """Return a slot that is free, new, given up by a detached layout, or evicted; else ``None``."""
         slot = space.arena.take()
-        if slot is None and self.reclaim(space):
+        if slot is None and reclaim(self, space):
             slot = space.arena.take()
         if slot is None and (victim := space.blocks.victim()) is not None:
             self.primary.forget(victim, Departure.CAPACITY)
             slot = space.arena.take()
         return slot
-
-    def reclaim(self, wanting: PoolSpace) -> bool:
-        """Take the extents of detached layouts away from them; their blocks get removals, leaf first.
-
-        Where tenants have shares, one that is within its own loses nothing to another.
-        """
-        returned = 0
-        if self.primary.spec.shares:
-            self.primary.settle()
-        for namespace, space in list(self.primary.spaces.items()):
-            if space is wanting or space.attached or self._is_protected(space, wanting):
-                continue
-            for node in leaf_first(node for node in space.blocks if not node.pins):
-                self.primary.forget(node, Departure.DETACHED)
-            returned += space.arena.shrink()
-            if not space.arena.extents and not len(space.blocks):
-                self.primary.ledger.note(Shaped(space.layout, ()))
-                del self.primary.spaces[namespace]
-        return returned > 0
-
-    def _is_protected(self, space: PoolSpace, wanting: PoolSpace) -> bool:
-        account = space.account
-        return bool(self.primary.spec.shares) and account is not wanting.account and account.excess <= 0
 
     def touch(self, ids: Sequence[BlockId]) -> int:
         """Mark blocks as just used in every tier, the first one last; return how many residencies."""

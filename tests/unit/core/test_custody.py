@@ -107,7 +107,23 @@ def test_a_detached_layout_gives_its_extents_and_its_blocks_get_removals(rigged)
     rig.ask(Goodbye)
     other = rig.ask(Attach, session=51, layout=wide(6), engine_id="e9", process=b"p9")
     assert rig.answer(other, Attached).slot_bytes == 6 * UNIT
-    assert rig.story()[4:] == [("removed", "cpu", n) for n in (4, 3, 2, 1)]
+    assert rig.story()[4:] == [("removed", "cpu", 4), ("removed", "cpu", 3)], "as much as is needed"
+
+
+def test_a_detached_layout_gives_one_extent_at_a_time_and_no_block_without_its_descendants(rigged):
+    rig = rigged(8)
+    rig.store(1, 2, 3, 4)
+    rig.store(*range(10, 14), chain=False)
+    rig.ask(Goodbye)
+    small = rig.ask(Attach, session=51, layout=wide(1), engine_id="e9", process=b"p9")
+    rig.answer(small, Attached)
+    assert [(what, n) for what, _, n in rig.story()[8:]] == [("removed", 4)], "the leaf of the chain"
+    large = rig.ask(Attach, session=52, layout=wide(3), engine_id="e8", process=b"p8")
+    rig.answer(large, Attached)
+    gone = [n for _, _, n in rig.story()[8:]]
+    left = {1, 2, 3, 4, *range(10, 14)} - set(gone)
+    assert len(left) >= 3
+    assert all(n - 1 in left for n in left & {2, 3, 4}), "no child without its parent"
 
 
 def test_a_slot_larger_than_the_pool_is_refused_with_the_setting_to_change(rigged):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -148,8 +147,10 @@ def make_movers(
 
 def make_hub(tier_file: TierFile, fresh: bool) -> EventHub:
     """Return the event hub; ``fresh``: no tier held blocks before. Reads files: call it off the loop."""
-    with contextlib.suppress(CannotCreate):  # without it numbers start from the clock, which status says
+    try:
         make_folder("state_dir", tier_file.state_dir)
+    except CannotCreate as error:  # numbers start from the clock then, and nothing survives a crash
+        log.warning("%s", error, extra=event("state_not_written", reason=str(error)))
     return EventHub(
         tier_file.events,
         tiers={tier.name: tier.type for tier in tier_file.tiers if tier.events},

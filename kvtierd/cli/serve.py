@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvtierd import __version__
 from kvtierd.cli.main import Subparsers
 from kvtierd.config.units import human_size
-from kvtierd.errors import ExitCode
+from kvtierd.errors import ExitCode, KvtierdError
 from kvtierd.logs.events import event
 from kvtierd.logs.output import LEVELS, Logs
 
@@ -60,6 +60,10 @@ def run(args: argparse.Namespace) -> int:
     logs = Logs(sys.stderr, args.log_level or wanted.level, args.log_format or wanted.format)
     try:
         return _run(args, loaded, logs)
+    except KvtierdError as error:
+        # In the log's own form: whoever reads it by machine must not meet a line of another kind.
+        log.critical("%s", error, extra=event("failed", reason=str(error), exit_code=int(error.exit_code)))
+        return int(error.exit_code)
     finally:
         logs.close()
 

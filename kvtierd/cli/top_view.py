@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -19,6 +19,7 @@ Status = Mapping[str, Any]
 LOOKS = 60
 """Of the chart: a minute, at one look a second."""
 BAR = 20
+WIDE, NARROW = 100, 76
 BLOCKS = " ▁▂▃▄▅▆▇█"
 COLOURS = {"ok": "green", "slow": "yellow", "degraded": "red", "stalled": "red"}
 LEVELS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -81,9 +82,11 @@ class Screen:
 
     def _tiers(self, width: int) -> Table:
         table = Table(box=None, pad_edge=False, expand=False)
-        for name in ("tier", "", "used", "of", "blocks", "hits/s", "loads/s", "stores/s", "out/s", "state"):
+        # What a narrow terminal cannot show is in `status`; the state must always be seen.
+        rates = RATES if width >= WIDE else RATES[:1]
+        for name in ("tier", "", "used", "of", "blocks", *(name for name, _ in rates), "state"):
             table.add_column(name, justify="left" if name in ("tier", "", "state") else "right", no_wrap=True)
-        bar = BAR if width >= 100 else 8
+        bar = BAR if width >= WIDE else 8 if width >= NARROW else 0
         for tier in _maps(self._status.get("tiers")):
             name = str(tier.get("name"))
             condition = tier_condition(tier)
@@ -93,10 +96,7 @@ class Screen:
                 _size(tier.get("used_bytes")),
                 _size(tier.get("capacity_bytes")),
                 f"{tier.get('blocks', 0):,}",
-                *(
-                    f"{self._grown(count, name):,.0f}"
-                    for count in (_tier_hits, _tier_loads, _tier_stored, _tier_removed)
-                ),
+                *(f"{self._grown(count, name):,.0f}" for _, count in rates),
                 Text(condition, style=COLOURS.get(condition, "cyan")),
             )
         return table
@@ -199,3 +199,12 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _maps(value: Any) -> Iterator[Mapping[str, Any]]:
     return (item for item in value or () if isinstance(item, Mapping))
+
+
+RATES: tuple[tuple[str, Callable[[Status, str], float]], ...] = (
+    ("hits/s", _tier_hits),
+    ("loads/s", _tier_loads),
+    ("stores/s", _tier_stored),
+    ("out/s", _tier_removed),
+)
+"""Columns of a tier; the first alone where there is little room."""

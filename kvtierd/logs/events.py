@@ -19,6 +19,7 @@ EVENTS = {
     "connection_refused": "a connection was not let in",
     "events_bound": "the first audience's endpoints",
     "events_not_sent": "a batch did not get out; readers repair the gap by a replay",
+    "failed": "the daemon ends because of this; with its exit code",
     "folder_changed": "a tier's folder is another one than before",
     "handed_over": "another daemon serves in this one's place, with its engines",
     "handing_over": "another daemon takes over",

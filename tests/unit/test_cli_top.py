@@ -107,7 +107,10 @@ def test_a_daemon_that_went_away_is_said_and_the_last_look_stays(screen):
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_it_fits_the_terminal(screen, width):
-    assert all(len(line) <= width for line in drawn(screen, width).splitlines())
+    picture = drawn(screen, width).splitlines()
+    assert all(len(line) <= width for line in picture)
+    assert "…" not in "".join(line for line in picture if line.startswith(("tier", "cpu", "disk")))
+    assert any("degraded" in line for line in picture)
 
 
 class Answers:

@@ -24,7 +24,7 @@ from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Locality, M
 from kvtierd.edges.backends import fs_format
 from kvtierd.errors import ConfigError, RemoteProtocolError
 from kvtierd.testing.fuzz import Mutator, client_seeds
-from kvtierd.wire import kvevents, records, relay_records
+from kvtierd.wire import frames, kvevents, records, relay_records, slot_records
 from kvtierd.wire.announced import TierLabel
 from kvtierd.wire.framing import frame
 from kvtierd.wire.messages import StatusReport, Welcome, encode
@@ -33,6 +33,7 @@ from kvtierd.wire.session import ServerConnection
 
 FRAMES = int(os.environ.get("KVTIERD_FUZZ_FRAMES", "20000"))
 CONFIG = Path(__file__).parents[2] / "config" / "full.yaml"
+TABLE = Path(__file__).parents[1] / "golden" / "slot_table_v1.bin"
 META = BlockMeta(
     hashes=(2**64 - 1, b"\x01" * 32),
     parent=5,
@@ -165,6 +166,32 @@ def test_what_a_journal_may_hold(rng):
         except records.Torn:
             outcomes["torn"] += 1
         except records.Unreadable:
+            outcomes["unreadable"] += 1
+    assert all(outcomes.values()), outcomes
+
+
+def test_what_a_slot_table_may_hold(rng):
+    """Torn or unreadable, or a state of the pool that recovery can look at; a table that lies is no crash."""
+    golden = TABLE.read_bytes()
+    file = io.BytesIO(golden)
+    frames.read_magic(file, slot_records.MAGIC, slot_records.MAGIC[:6], "a slot table")
+    magic = golden[: file.tell()]
+    bodies = list(frames.bodies(file))
+    mutator = Mutator(rng, bodies)
+    outcomes = {"read": 0, "torn": 0, "unreadable": 0}
+    for _ in range(FRAMES):
+        data = magic + frames.checked(bodies[0])
+        for body in bodies[1:]:
+            data += frames.checked(mutator.payload() if rng.random() < 0.3 else body)
+        if rng.random() < 0.2:
+            data = mutator.mutate(data)
+        reader = slot_records.SlotReader()
+        try:
+            reader.read(io.BytesIO(data))
+            outcomes["read"] += 1
+        except frames.Torn:
+            outcomes["torn"] += 1
+        except frames.Unreadable:
             outcomes["unreadable"] += 1
     assert all(outcomes.values()), outcomes
 

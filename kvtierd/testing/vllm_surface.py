@@ -29,14 +29,20 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "update_connector_output",
         "build_connector_meta",
         "build_connector_worker_meta",
+        "handle_preemptions",
         "request_finished",
         "request_finished_all_groups",
         "connector_scheduler",
         "connector_worker",
     ),
-    f"{_CONNECTORS}/base:KVConnectorBase_V1": ("get_block_ids_with_load_errors", "get_transfer_results"),
-    f"{_OFFLOADING}/scheduler:OffloadingConnectorScheduler": ("manager",),
+    f"{_CONNECTORS}/base:KVConnectorBase_V1": (
+        "bind_connector_metadata",
+        "get_block_ids_with_load_errors",
+        "get_transfer_results",
+    ),
+    f"{_OFFLOADING}/scheduler:OffloadingConnectorScheduler": ("manager", "_current_batch_jobs_to_flush"),
     f"{_OFFLOADING}/worker:OffloadingConnectorWorker": ("spec", "worker", "_load_jobs", "get_finished"),
+    f"{_OFFLOADING}/common:OffloadingConnectorMetadata": ("load_jobs", "store_jobs", "jobs_to_flush"),
     f"{_OFFLOADING}/common:OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats", "aggregate"),
     # The interfaces that the glue implements.
     "vllm/v1/kv_offload/base:OffloadingSpec": (

@@ -99,7 +99,8 @@ def ended(stack: Stack, finished: Stimulus) -> None:
         return
     counts = Counter(outcome.status for outcome in finished.outcomes)
     faults = sum(counts[status] for status in _FAULTS)
-    level = logging.WARNING if faults else logging.DEBUG
+    # What cannot be deleted costs nobody a block; the backend tells of it once.
+    level = logging.WARNING if faults and operation.kind != "delete" else logging.DEBUG
     if not log.isEnabledFor(level):
         return
     outcomes = {status.value: count for status, count in counts.items()}

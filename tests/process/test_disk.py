@@ -229,7 +229,7 @@ def test_a_victim_that_cannot_be_deleted_is_skipped_and_told_of_once(make: Make)
     assert on_disk(rig, made[16:]) == []
     assert rig.counter("disk", "cascade_dropped_no_room") > 0
     lines = [line for line in rig.daemon.log.read_text().splitlines() if "delete" in line]
-    assert len(lines) == 1
+    assert len(lines) == 1, lines
     heard, (_, used) = rig.router.counts["batches"], rig.resources()
     rig.router.wait_for(lambda r: r.counts["batches"] >= heard + 6, what="heartbeats")
     assert rig.resources()[1] - used < 0.2

@@ -18,12 +18,6 @@ RUN python3 -m venv /build \
  && python3 -m venv --without-pip /opt/kvtierd \
  && /build/bin/pip install --require-hashes -r /locks/build-requirements.txt \
  && /build/bin/pip --python /opt/kvtierd/bin/python install --require-hashes --no-deps -r /locks/requirements.txt
-COPY tests/requirements/constraints.txt /locks/
-# torch has an index of its own for its CPU build; the default one brings gigabytes of CUDA. The daemon never imports it.
-RUN if [ "${EXTRAS}" = torch ]; then \
-      /build/bin/pip --python /opt/kvtierd/bin/python install -c /locks/constraints.txt \
-        ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch numpy; \
-    elif [ -n "${EXTRAS}" ]; then echo "EXTRAS is empty or torch, not ${EXTRAS}" >&2; exit 64; fi
 COPY pyproject.toml README.md LICENSE ./
 COPY kvtierd kvtierd
 # The glue is what an engine without kvtierd in its own image can mount: the package alone, pure Python.
@@ -32,6 +26,12 @@ RUN /build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir /wheels . \
  && /build/bin/python -m zipfile -e /wheels/*.whl /opt/kvtierd/glue \
  && find /opt/kvtierd/lib -type d -name tests -prune -exec rm -rf {} + \
  && /opt/kvtierd/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/kvtierd/lib
+COPY tests/requirements/constraints.txt /locks/
+# torch has an index of its own for its CPU build; the default one brings gigabytes of CUDA. The daemon never imports it.
+RUN if [ "${EXTRAS}" = torch ]; then \
+      /build/bin/pip --python /opt/kvtierd/bin/python install -c /locks/constraints.txt \
+        ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch numpy; \
+    elif [ -n "${EXTRAS}" ]; then echo "EXTRAS is empty or torch, not ${EXTRAS}" >&2; exit 64; fi
 
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE}

@@ -122,6 +122,10 @@ class AdminServer:
                 await self._exchange(reader, writer)
         except (TimeoutError, ConnectionError, h11.RemoteProtocolError) as error:
             log.debug("admin request dropped: %s", error, extra=event("admin_request_dropped"))
+        except (
+            asyncio.CancelledError
+        ):  # the daemon ends; passed on, Python 3.11's streams would log it as an error
+            pass
         finally:
             writer.close()
             with contextlib.suppress(OSError):

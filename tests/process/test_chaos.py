@@ -397,7 +397,8 @@ def test_whatever_happens_no_wrong_byte_and_one_truth(
             )
         assert min(zoo.counts[what] for what in ("stored", "loaded", "aborted", "silences", "fences")) > 0
         assert grown < 8 << 20
-        assert opened <= 3, (stage.kinds_at_first, stage.kinds)
+        # In less than two of those half minutes what strangers left may be most of what is open.
+        assert opened <= (3 if seconds > 60 else 16), (stage.kinds_at_first, stage.kinds)
         stage.heals()
         rig.agree()
         assert rig.daemon.stop() == 0, rig.daemon.log_tail()

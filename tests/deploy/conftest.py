@@ -169,6 +169,7 @@ class Container:
     """One process in pid, ipc and mount namespaces of its own: the image's files, read-only, no capabilities.
 
     The network is the test's own, as a pod's containers share one. ``mounts``: folder here -> path inside.
+    ``cgroup``: the folder of a control group to live in from the first instruction.
     """
 
     def __init__(
@@ -181,8 +182,10 @@ class Container:
         mounts: Mapping[Path, str],
         env: Mapping[str, str],
         log: Path,
+        cgroup: Path | None = None,
     ) -> None:
         self.log = log
+        enter = () if cgroup is None else ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh")
         for there in mounts.values():
             # A container runtime makes mount points in the container's own layer.
             (rootfs / there[1:]).mkdir(parents=True, exist_ok=True)
@@ -194,6 +197,7 @@ class Container:
         with log.open("ab") as errors, os.fdopen(told) as answer:
             self.process = subprocess.Popen(
                 [
+                    *enter,
                     *(str(_need("bwrap", APT)), "--die-with-parent", "--as-pid-1", "--new-session"),
                     *("--unshare-pid", "--unshare-ipc", "--unshare-uts", "--clearenv"),
                     *("--info-fd", str(tell), "--ro-bind", str(rootfs), "/"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from kvtierd.client import Client
+from kvtierd.errors import RequestRefused
 from kvtierd.testing.daemon_rig import LAYOUT, chain, keys_of, store
 from kvtierd.testing.workload import payload
 
@@ -42,9 +46,25 @@ class Engine:
         self._client.close()
 
 
+def cramped(path: str) -> None:
+    """Attach with an address space that the pool does not fit into; print what was heard and how soon."""
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (16 << 20), resource.RLIM_INFINITY))
+    begin = time.monotonic()
+    try:
+        Client(path, deadline=5.0).attach(LAYOUT, engine_id="cramped")
+        said = "attached"
+    except RequestRefused as refused:
+        said = str(refused)
+    print(json.dumps([time.monotonic() - begin, said]), flush=True)
+
+
 def main() -> None:
     # The first process of a container ignores signals that it does not handle.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if sys.argv[2] == "cramped":
+        cramped(sys.argv[1])
+        return
     engine = Engine(*sys.argv[1:3])
     for line in sys.stdin:
         name, *arguments = json.loads(line)

@@ -57,7 +57,7 @@ class Pod:
     def _mounts(self, container: dict[str, Any]) -> dict[Path, str]:
         return {self._folder / mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
 
-    def sidecar(self, **changes: str):
+    def sidecar(self, *, cgroup: Path | None = None, **changes: str):
         env = {"PATH": "/opt/kvtierd/bin:/usr/bin:/bin", "PYTHONUNBUFFERED": "1", "POD_IP": "127.0.0.1"}
         for entry in self._sidecar["env"]:
             value = entry.get("value", f"the-{entry['name'].lower()}").replace("$(POD_IP)", "127.0.0.1")
@@ -66,16 +66,22 @@ class Pod:
             env.setdefault(entry["name"], value)
         env |= {"KVTIERD__POOL__BYTES": "64MiB", "KVTIERD__TIERS__1__MAX_BYTES": "256MiB", **changes}
         return self._run(
-            ["kvtierd", *self._sidecar["args"]], 65532, [65532], self._mounts(self._sidecar), env, "kvtierd"
+            ["kvtierd", *self._sidecar["args"]],
+            65532,
+            [65532],
+            self._mounts(self._sidecar),
+            env,
+            "kvtierd",
+            cgroup=cgroup,
         )
 
-    def engine(self, uid: int = 2000):
+    def engine(self, uid: int = 2000, name: str = "engine-0"):
         mounts = self._mounts(self._engine) | {ENGINE.parent: "/mnt"}
         env = {entry["name"]: entry["value"] for entry in self._engine["env"]}
-        command = ["/opt/kvtierd/bin/python3", f"/mnt/{ENGINE.name}", "/run/kvtierd/engine.sock", "engine-0"]
+        command = ["/opt/kvtierd/bin/python3", f"/mnt/{ENGINE.name}", "/run/kvtierd/engine.sock", name]
         return self._run(command, uid, [uid, GROUP], mounts, env, "engine")
 
-    def _run(self, command, uid, gids, mounts, env, name):
+    def _run(self, command, uid, gids, mounts, env, name, **options):
         container = self._start(
             self._image.rootfs,
             command,
@@ -84,6 +90,7 @@ class Pod:
             mounts=mounts,
             env=env,
             log=self._folder / f"{name}.log",
+            **options,
         )
         self.containers.append(container)
         return container
@@ -198,3 +205,43 @@ def test_an_engine_outside_the_group_is_kept_out_and_says_so(pod, image):
     )
     assert stranger.ask("connected") is False
     assert stranger.ask("store", 4, "x") == 0
+
+
+def test_an_engine_that_cannot_map_the_pool_hears_so_within_a_second(pod):
+    """L115: a reason at once, in a container that has no room for the pool in its address space."""
+    pod.sidecar()
+    pod.started()
+    cramped = pod.engine(name="cramped")
+    seconds, said = json.loads(cramped.process.stdout.readline())
+    assert seconds < 1.0
+    assert "cannot_map" in said
+    cramped.end()
+
+
+@pytest.fixture
+def memory_group():
+    """A control group (version 1, as on the machines that run this) with room for the pool and 256 MiB."""
+    group = Path(f"/sys/fs/cgroup/memory/kvtierd-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str((64 << 20) + (256 << 20)))
+    except OSError as error:
+        pytest.skip(f"no memory control group can be made here: {error}")
+    yield group
+    wait_for(lambda: not (group / "cgroup.procs").read_text(), "the group to be empty")
+    group.rmdir()
+
+
+def test_a_sidecar_within_its_limit_is_never_killed_for_memory(memory_group, pod):
+    """L103: blocks come and go, four times what the pool and the disk hold, within the pool and 256 MiB."""
+    sidecar = pod.sidecar(cgroup=memory_group, KVTIERD__TIERS__1__MAX_BYTES="64MiB")
+    pod.started()
+    assert str(sidecar.pid) in (memory_group / "cgroup.procs").read_text().split()
+    engine = pod.engine()
+    stored = sum(engine.ask("store", 512, f"round {number}") for number in range(256))
+    assert stored == 512 * 256
+    assert "oom_kill 0" in (memory_group / "memory.oom_control").read_text()
+    assert sidecar.process.poll() is None
+    assert engine.ask("close") is None
+    engine.end()
+    assert sidecar.end(signal.SIGTERM, seconds=30) == 0, pod.log()

@@ -293,12 +293,13 @@ class DaemonRig:
         )
 
     def complaints(self) -> list[str]:
-        """Return what the daemon logged and should never have to."""
+        """Return what the daemon logged and should never have to; that it would not start is none of it."""
         lines = self.daemon.log.read_text(errors="replace").splitlines() if self.daemon.log.exists() else []
         return [
             line
             for line in lines
             if re.search(r' (ERROR|CRITICAL) |"level": "(error|critical)"|Traceback', line)
+            and not re.search(r' CRITICAL kvtierd: |"event": "failed"', line)
         ]
 
     # -- quiet points -------------------------------------------------------------------------------

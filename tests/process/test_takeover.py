@@ -144,6 +144,9 @@ def test_a_killed_successor_starts_from_what_was_handed_over(make: Make) -> None
     rig.daemon.start()
     wait_for(lambda: not session.lookup([]).reason, "the session")
     assert load(session, chain(6)) + load(session, chain(6, "later")) == ["cpu"] * 12
+    wait_for(lambda: not rig.status()["events"]["journal"]["holding"], "the difference to be told")
+    rig.catch_up(rig.router, rig.settle())
+    rig.router.counts.pop("unknown_removals", None)  # after a kill the last moment is taken back twice
 
 
 # -- when it does not happen ----------------------------------------------------------------------------

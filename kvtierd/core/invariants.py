@@ -14,6 +14,7 @@ from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Departure
 from kvtierd.core.residency import Link, Node, ResidentSet, State
 from kvtierd.core.sessions import Job, Lease
+from kvtierd.core.statistics import visible_blocks
 from kvtierd.core.tier import PoolSpace, SecondaryTier
 from kvtierd.errors import InvariantBroken
 
@@ -61,6 +62,13 @@ def _check_counters(ladder: Ladder) -> None:
     _require(left == counters["removed"], f"{left} departures counted, {counters['removed']} announced")
     came = counters["stored"] + counters["restored"]
     _require(came == left + here, f"{came} stored or restored, {left} left, {here} here")
+    for name, told in visible_blocks(stack).items():
+        secondary = stack.by_name.get(name)
+        seen = sum(
+            node.state is State.RESIDENT
+            for node in (secondary.blocks if secondary else stack.primary.nodes())
+        )
+        _require(told == seen, f"tier {name}: {told} blocks told of, {seen} visible")
 
 
 def _require(condition: bool, message: str) -> None:

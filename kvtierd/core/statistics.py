@@ -56,7 +56,9 @@ def collect(ladder: Ladder) -> dict[str, Any]:
 
 def _tiers(stack: Stack) -> list[dict[str, Any]]:
     """Return each tier's figures; ``misses``: keys that lookups found neither there nor above."""
-    tiers = [_primary(stack.primary), *(_secondary(tier, stack.primary) for tier in stack.secondaries)]
+    primary, visible = stack.primary, visible_blocks(stack)
+    tiers = [_primary(primary, visible[primary.name])]
+    tiers += [_secondary(tier, primary, visible[tier.name]) for tier in stack.secondaries]
     left = stack.primary.counters["lookup_blocks"]
     for tier in tiers:
         left -= tier["hits"]
@@ -64,9 +66,19 @@ def _tiers(stack: Stack) -> list[dict[str, Any]]:
     return tiers
 
 
-def _primary(tier: PrimaryTier) -> dict[str, Any]:
+def visible_blocks(stack: Stack) -> dict[str, int]:
+    """Return by tier how many blocks can be found there, without those reserved or on their way; no walk."""
+    counters = stack.primary.counters
+    visible = {tier.name: len(tier.blocks) for tier in stack.secondaries}
+    visible[stack.primary.name] = counters["stored"] + counters["restored"] - counters["removed"]
+    for operation in stack.operations.values():
+        if operation.kind == "write":
+            visible[operation.tier.name] -= len(operation.nodes)
+    return visible
+
+
+def _primary(tier: PrimaryTier, blocks: int) -> dict[str, Any]:
     held = (tier.extents.units - tier.extents.free_units) * UNIT
-    blocks = sum(len(space.blocks) for space in tier.spaces.values())
     used = sum(len(space.blocks) * space.geometry.slot_bytes for space in tier.spaces.values())
     return {
         "name": tier.name,
@@ -96,12 +108,12 @@ def _flow(tier: Tier, primary: PrimaryTier) -> dict[str, Any]:
     }
 
 
-def _secondary(tier: SecondaryTier, primary: PrimaryTier) -> dict[str, Any]:
+def _secondary(tier: SecondaryTier, primary: PrimaryTier, blocks: int) -> dict[str, Any]:
     return {
         "name": tier.name,
         "medium": tier.spec.medium.value,
         "locality": tier.spec.locality.value if tier.spec.locality is not None else None,
-        "blocks": len(tier.blocks),
+        "blocks": blocks,
         "used_bytes": tier.used,
         "capacity_bytes": tier.spec.capacity,
         **_flow(tier, primary),

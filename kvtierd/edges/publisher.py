@@ -328,9 +328,7 @@ class Publisher:
         for outlet in self.outlets:
             outlet.send(frame, payload)
         self._counts["batches"] += 1
-        for change in changes:
-            if change.told:
-                self._told[change.key.medium, "removed" if change.block is None else "stored"] += 1
+        self._told.update([_kind(change) for change in changes if change.told])
         self._counts["bytes"] += len(payload)
         if self._sequence.low and (self._extending is None or self._extending.done()):
             self._extending = self._loop.run_in_executor(None, self._sequence.extend)
@@ -369,3 +367,7 @@ class Publisher:
             else:
                 self._send(self._rank, ())
         self._beating = self._loop.call_at(self._sent_at + heartbeat, self._beat)
+
+
+def _kind(change: Change) -> tuple[str, str]:
+    return change.key.medium, "removed" if change.block is None else "stored"

@@ -11,6 +11,7 @@ kvtierd never sets ``ownership``, ``session_id`` or ``lookahead_token_ids``: rea
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -103,6 +104,8 @@ class _RawBatch(msgspec.Struct, array_like=True):
 
 _STORED_SLOTS = BlockStored.__struct_fields__[:11]
 _REMOVED_SLOTS = BlockRemoved.__struct_fields__[:3]
+_stored_fields = operator.attrgetter(*_STORED_SLOTS)
+_removed_fields = operator.attrgetter(*_REMOVED_SLOTS)
 # Keys that publishers with other defaults leave out (SGLang), and what their absence means.
 _ABSENT = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
 _EVENTS: dict[str, tuple[type[WireEvent], tuple[str, ...]]] = {
@@ -150,40 +153,33 @@ def has_group(block: Block) -> bool:
 
 
 def stored(
-    block: Block, index: int, medium: str, locality: str | None, *, tokens: bool = True
+    block: Block, index: int, medium: str, locality: str | None, group: int | None, *, tokens: bool = True
 ) -> BlockStored:
     """Return the event that announces the ``index``-th hash of a block, chained to the hash before it.
 
     One block an event: the only form whose every block all readers find. Without metadata it is vLLM's
-    placeholder (no tokens, ``block_size`` 0, no parent).
+    placeholder (no tokens, ``block_size`` 0, no parent). ``group``: what it carries, see :func:`has_group`.
     """
     meta = block.meta
-    group = group_of(block.id.key) if has_group(block) else None
     if meta is None:
         return BlockStored(
-            block_hashes=(block.hashes[index],),
-            parent_block_hash=None,
-            token_ids=(),
-            block_size=0,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            group_idx=group,
-            locality=locality,
+            (block.hashes[index],), None, (), 0, None, medium, None, group_idx=group, locality=locality
         )
-    return BlockStored(
-        block_hashes=(meta.hashes[index],),
-        parent_block_hash=meta.hashes[index - 1] if index else meta.parent,
-        token_ids=_part(meta.token_ids, index, meta.block_size, len(meta.hashes)) if tokens else (),
-        block_size=meta.block_size,
-        lora_id=meta.lora_id,
-        medium=medium,
-        lora_name=meta.lora_name,
-        extra_keys=None if meta.extra_keys is None else _part(meta.extra_keys, index, 1, len(meta.hashes)),
-        group_idx=group,
-        kv_cache_spec_kind=meta.spec_kind,
-        kv_cache_spec_sliding_window=meta.sliding_window if meta.spec_kind is not None else None,
-        locality=locality,
+    hashes, extra = meta.hashes, meta.extra_keys
+    count = len(hashes)
+    return BlockStored(  # in the order of its fields: names would be half of what this costs
+        hashes if count == 1 else (hashes[index],),
+        hashes[index - 1] if index else meta.parent,
+        _part(meta.token_ids, index, meta.block_size, count) if tokens else (),
+        meta.block_size,
+        meta.lora_id,
+        medium,
+        meta.lora_name,
+        None if extra is None else _part(extra, index, 1, count),
+        group,
+        meta.spec_kind,
+        meta.sliding_window if meta.spec_kind is not None else None,
+        locality,
     )
 
 
@@ -272,9 +268,9 @@ def to_wire(event: TierEvent, *, tokens: bool = True) -> list[WireEvent]:
     """Return one tier event as wire events: a store root first, a removal leaf first."""
     block, medium = event.block, event.medium.value
     locality = event.locality.value if event.locality is not None else None
-    if event.kind is EventKind.STORED:
-        return [stored(block, i, medium, locality, tokens=tokens) for i in range(len(block.hashes))]
     group = group_of(block.id.key) if has_group(block) else None
+    if event.kind is EventKind.STORED:
+        return [stored(block, i, medium, locality, group, tokens=tokens) for i in range(len(block.hashes))]
     return [removed(h, group, medium, locality) for h in reversed(block.hashes)]
 
 
@@ -284,8 +280,11 @@ def _part(values: tuple[T, ...], index: int, size: int, count: int) -> tuple[T, 
 
 
 def _as_array(event: WireEvent) -> tuple[Any, ...]:
-    kind, slots = _EVENTS[type(event).__name__]
-    return (kind.__name__, *(getattr(event, name) for name in slots))
+    if isinstance(event, BlockStored):
+        return ("BlockStored", *_stored_fields(event))
+    if isinstance(event, BlockRemoved):
+        return ("BlockRemoved", *_removed_fields(event))
+    return ("AllBlocksCleared",)
 
 
 def _decode_event(raw: msgspec.Raw) -> DecodedEvent:

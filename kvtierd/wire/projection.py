@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent, group_of
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
@@ -31,6 +33,9 @@ EVERY_RANK = -1
 DEVICE = "GPU"
 MEDIA = (DEVICE, *(medium.value for medium in Medium))
 _WIRE_MEDIA = (*MEDIA, "FS", "OBJ")
+_STORED = EventKind.STORED
+_new_key = tuple.__new__
+"""Makes a key at half the cost of calling its class, which is Python; there is one for each event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,7 @@ class ReaderKey(NamedTuple):
     locality: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, gc=False):
     """A reader's key became resident (``block``: whose ``index``-th hash says it) or not (``block`` None).
 
     ``grouped``: whether the announcement carried the group, so that the removal does just that. ``told``:
@@ -80,10 +84,11 @@ class Change:
 
     def to_wire(self, *, tokens: bool = True) -> WireEvent:
         """Return the event that tells it."""
-        key = self.key
-        if self.block is not None:
-            return stored(self.block, self.index, key.medium, key.locality, tokens=tokens)
-        return removed(key.hash, key.group if self.grouped else None, key.medium, key.locality)
+        key, block = self.key, self.block
+        group = key.group if self.grouped else None
+        if block is not None:
+            return stored(block, self.index, key.medium, key.locality, group, tokens=tokens)
+        return removed(key.hash, group, key.medium, key.locality)
 
     def of_rank(self, rank: int) -> Change:
         """Return the same change of another dp rank."""
@@ -103,7 +108,8 @@ class Change:
     @property
     def size(self) -> int:
         """Roughly how many bytes the event takes on the wire."""
-        meta = self.block.meta if self.block is not None else None
+        block = self.block
+        meta = None if block is None else block.meta
         return 256 if meta is None else 256 + 5 * len(meta.token_ids) // len(meta.hashes)
 
 
@@ -156,13 +162,39 @@ class Projection:
     def apply(self, events: Sequence[TierEvent]) -> list[Change]:
         """Count the events and return the changes to announce, in the same order."""
         view, changes = self.view, list[Change]()
+        label: tuple[object, ...] = ()
+        medium, locality, wanted = "", None, True
         for event in events:
-            if view.media is not None and event.medium.value not in view.media:
+            block = event.block
+            if label != (known := (event.tier, event.medium, event.locality)):  # the same for many in a row
+                label = known
+                medium, locality, wanted = self._words(event)
+            if not wanted or (view.rank is not None and not view.each_rank and block.dp_rank != view.rank):
                 continue
-            if view.rank is not None and not view.each_rank and event.block.dp_rank != view.rank:
+            rank = EVERY_RANK if view.each_rank else block.dp_rank
+            group = group_of(block.id.key)
+            hashes = block.hashes
+            if event.kind is _STORED:
+                for index, event_hash in enumerate(hashes):
+                    key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
+                    self._stored(key, block, index, changes)
                 continue
-            changes.extend(self._count(event))
+            for event_hash in reversed(hashes):
+                key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
+                if key in self.announced:
+                    self._removed(key, changes, told=view.removals)
+                else:
+                    self.unmatched += 1
         return changes
+
+    def _words(self, event: TierEvent) -> tuple[str, str | None, bool]:
+        """Return what readers call an event's medium and locality, and whether they want to hear of it."""
+        view, locality = self.view, event.locality
+        return (
+            self._names.get(event.tier) or event.medium.value,
+            locality.value if self._locality and locality is not None else None,
+            view.media is None or event.medium.value in view.media,
+        )
 
     def inject(self, rank: int, events: Sequence[WireEvent]) -> list[Change]:
         """Take another publisher's events of one dp rank; return the changes to announce."""
@@ -172,9 +204,8 @@ class Projection:
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 mine = [key for key in self._foreign if key.rank == rank]
-                changes.extend(
-                    change for key in _leaf_first(self.announced, mine) for change in self._left(key)
-                )
+                for key in _leaf_first(self.announced, mine):
+                    self._left(key, changes)
                 continue
             medium = (event.medium or DEVICE).upper()
             if self.view.media is not None and medium not in self.view.media:
@@ -184,68 +215,51 @@ class Projection:
                 for h in event.block_hashes
             ]
             if isinstance(event, BlockStored):
-                changes.extend(self._came(keys, event, rank))
+                self._came(keys, event, rank, changes)
             elif isinstance(event, BlockRemoved):
-                changes.extend(change for key in keys for change in self._left(key))
+                for key in keys:
+                    self._left(key, changes)
         return changes
 
     def resident(self) -> Iterator[WireEvent]:
         """Yield the events that rebuild the present state in an empty reader, parents before children."""
         return (change.to_wire() for change in root_first(dict(self.announced)))
 
-    def _count(self, event: TierEvent) -> Iterator[Change]:
-        block, hashes = event.block, event.block.hashes
-        rank = EVERY_RANK if self.view.each_rank else block.dp_rank
-        group, medium = group_of(block.id.key), self._names.get(event.tier) or event.medium.value
-        locality = event.locality.value if self._locality and event.locality is not None else None
-        if event.kind is EventKind.STORED:
-            for index, event_hash in enumerate(hashes):
-                key = ReaderKey(rank, event_hash, group, medium, locality)
-                yield from self._stored(key, block, index)
-        else:
-            for event_hash in reversed(hashes):
-                key = ReaderKey(rank, event_hash, group, medium, locality)
-                if key in self.announced:
-                    yield from self._removed(key, told=self.view.removals)
-                else:
-                    self.unmatched += 1
-
-    def _stored(self, key: ReaderKey, block: Block, index: int) -> Iterator[Change]:
+    def _stored(self, key: ReaderKey, block: Block, index: int, changes: list[Change]) -> None:
         if key in self.announced:
             self._more[key] = self._more.get(key, 0) + 1
             return
-        change = Change(key, block, index, has_group(block))
-        self.announced[key] = change
-        yield change
+        change = self.announced[key] = Change(key, block, index, has_group(block))
+        changes.append(change)
         if self.watcher is not None:
-            yield from self.watcher.stored(change)
+            changes.extend(self.watcher.stored(change))
 
-    def _removed(self, key: ReaderKey, *, told: bool) -> Iterator[Change]:
+    def _removed(self, key: ReaderKey, changes: list[Change], *, told: bool) -> None:
         if key in self._more:
             self._more[key] -= 1
             if not self._more[key]:
                 del self._more[key]
-        else:
-            change = self.announced.pop(key)
-            if self.watcher is not None:
-                self.watcher.removed(change)
-            yield change.undone(told=told)
+            return
+        change = self.announced.pop(key)
+        if self.watcher is not None:
+            self.watcher.removed(change)
+        changes.append(change.undone(told=told))
 
-    def _came(self, keys: list[ReaderKey], event: BlockStored, rank: int) -> Iterator[Change]:
+    def _came(self, keys: list[ReaderKey], event: BlockStored, rank: int, changes: list[Change]) -> None:
         block = foreign_block(event, rank)
         for index, key in enumerate(keys):
             if key in self._foreign:
                 self.foreign_repeats += 1
                 continue
             self._foreign.add(key)
-            yield from self._stored(key, block, index)
+            self._stored(key, block, index, changes)
 
-    def _left(self, key: ReaderKey) -> Iterator[Change]:
+    def _left(self, key: ReaderKey, changes: list[Change]) -> None:
         if key not in self._foreign:
             self.foreign_repeats += 1
             return
         self._foreign.remove(key)
-        yield from self._removed(key, told=True)
+        self._removed(key, changes, told=True)
 
 
 def runs_of(changes: Sequence[Change]) -> list[Run]:

@@ -75,7 +75,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     mark: int = Mark.NONE
 
 
-_STORED, _KEPT = int(Kind.STORED), int(Kind.KEPT)
+_STORED, _REMOVED, _KEPT = int(Kind.STORED), int(Kind.REMOVED), int(Kind.KEPT)
 _new = tuple.__new__
 _encode = msgspec.msgpack.Encoder().encode
 _records = msgspec.msgpack.Decoder(Record)
@@ -97,21 +97,20 @@ class RecordWriter:
     def changes(self, at: float, events: Sequence[TierEvent]) -> bytes:
         """Return the record of one batch of events."""
         known = len(self._tiers), len(self._namespaces)
-        removed = EventKind.REMOVED
-        entries = [
-            self._entry(
-                Kind.REMOVED if event.kind is removed else Kind.STORED,
-                TierLabel(event.tier, event.medium, event.locality),
-                event.block,
-            )
-            for event in events
-        ]
+        last: tuple[object, ...] = ()
+        tier, entries = 0, list[tuple[object, ...]]()
+        for event in events:
+            if last != (words := (event.tier, event.medium, event.locality)):  # the same for many in a row
+                last, tier = words, self._tier(TierLabel(event.tier, event.medium, event.locality))
+            kind = _REMOVED if event.kind is EventKind.REMOVED else _STORED
+            entries.append(self._entry(kind, tier, event.block))
         return self._record(at, entries, known)
 
     def kept(self, at: float, blocks: Sequence[tuple[TierLabel, Block]]) -> bytes:
         """Return the record of entries taken over from an older generation."""
         known = len(self._tiers), len(self._namespaces)
-        return self._record(at, [self._entry(Kind.KEPT, label, block) for label, block in blocks], known)
+        entries = [self._entry(_KEPT, self._tier(label), block) for label, block in blocks]
+        return self._record(at, entries, known)
 
     def mark(self, at: float, mark: Mark) -> bytes:
         """Return a record without entries."""
@@ -123,15 +122,15 @@ class RecordWriter:
             return checked(_encode((at, entries, tiers, namespaces)))
         return checked(_encode((at, entries)))
 
-    def _entry(self, kind: int, label: TierLabel, block: Block) -> tuple[object, ...]:
+    def _tier(self, label: TierLabel) -> int:
+        return self._tiers.setdefault(label, len(self._tiers))
+
+    def _entry(self, kind: int, tier: int, block: Block) -> tuple[object, ...]:
         namespace, key = block.id
-        tier = self._tiers.get(label)
-        if tier is None:
-            tier = self._tiers[label] = len(self._tiers)
         space = self._namespaces.get(namespace)
         if space is None:
             space = self._namespaces[namespace] = len(self._namespaces)
-        return (int(kind), tier, space, key, block.payload_bytes, block.dp_rank, block.meta)
+        return (kind, tier, space, key, block.payload_bytes, block.dp_rank, block.meta)
 
 
 def read_header(file: BinaryIO) -> str:

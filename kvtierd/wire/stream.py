@@ -73,11 +73,12 @@ def split(
     part: list[Change] = []
     size = 0
     for change in changes:
-        if part and (len(part) >= max_events or size + change.size > max_bytes):
+        more = change.size
+        if part and (len(part) >= max_events or size + more > max_bytes):
             yield part
             part, size = [], 0
         part.append(change)
-        size += change.size
+        size += more
     if part:
         yield part
 
@@ -162,7 +163,7 @@ class StreamLog:
         payload = self._encode(ts, rank, changes)
         # Python objects of token ids weigh about seven times their wire bytes; they are shared with the core
         # while the block is resident, so this is the upper bound.
-        cost = len(payload) + sum(7 * change.size for change in changes if change.block is not None)
+        cost = len(payload) + 7 * sum([change.size for change in changes if change.block is not None])
         self._ring.append(Entry(sequence, payload, ts, rank, changes, cost))
         self._ring_cost += cost
         self._trim()

@@ -18,6 +18,8 @@ def add_parser(subparsers: Any) -> None:
     _add_pool(benches)
     _add_scale(benches)
     _add_clients(benches)
+    _add_busy(benches)
+    _add_footprint(benches)
     _add_tiers(benches)
     add_events(benches)
     parser.set_defaults(run=run)
@@ -78,6 +80,32 @@ def _add_clients(benches: Any) -> None:
     add_output(clients)
 
 
+def _add_busy(benches: Any) -> None:
+    busy = benches.add_parser(
+        "busy",
+        help="what an engine waits while the pool evicts, a disk is written and a subscriber hangs",
+        description="Time verbs with 16 keys and a bare echo, in turns on an idle daemon and while another"
+        " engine stores: every store evicts from a full pool, is written to a full disk, which deletes, and"
+        " is told to a subscriber that reads and to one that hangs. Ratios are to the idle daemon; what the"
+        " bare echo loses is the machine's.",
+    )
+    busy.add_argument("--block-bytes", type=size, default=64 << 10, metavar="SIZE", help="default: 64KiB")
+    busy.add_argument("--rate", type=count, default=100, help="stores of 16 blocks a second (default: 100)")
+    busy.add_argument("--seconds", type=float, default=16.0, help="total time (default: 16)")
+    add_output(busy)
+
+
+def _add_footprint(benches: Any) -> None:
+    footprint = benches.add_parser(
+        "footprint",
+        help="how soon a daemon listens, and what an idle one takes",
+        description="Start daemons with a pool of 64 MiB beside a bare interpreter that imports the same"
+        " packages; then watch one that an engine and a subscriber are connected to.",
+    )
+    footprint.add_argument("--seconds", type=float, default=8.0, help="of watching (default: 8)")
+    add_output(footprint)
+
+
 def _add_tiers(benches: Any) -> None:
     tiers = benches.add_parser(
         "tiers",
@@ -118,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_figures(args: argparse.Namespace) -> int:
-    from kvtierd.cli import bench_clients, bench_pool, bench_rpc, bench_scale
+    from kvtierd.cli import bench_busy, bench_clients, bench_footprint, bench_pool, bench_rpc, bench_scale
     from kvtierd.errors import ExitCode
 
     if args.bench == "rpc":
@@ -128,6 +156,11 @@ def _run_figures(args: argparse.Namespace) -> int:
         figures = bench_pool.measure(block_bytes=args.block_bytes, seconds=args.seconds)
     elif args.bench == "scale":
         figures = bench_scale.measure(args.blocks or (10_000, 100_000, 1_000_000))
+    elif args.bench == "footprint":
+        figures = bench_footprint.measure(seconds=args.seconds)
+    elif args.bench == "busy":
+        load = bench_busy.Load(args.block_bytes, args.rate)
+        figures = bench_busy.measure(load=load, seconds=args.seconds)
     else:
         figures = bench_clients.measure(counts=args.engines or (1, 4, 16, 64), seconds=args.seconds)
     show(args, args.bench, figures)

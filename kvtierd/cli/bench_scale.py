@@ -1,7 +1,11 @@
-"""``kvtierd bench scale``: what the core costs with more and more blocks; each size in its own process."""
+"""``kvtierd bench scale``: what the core costs with more and more blocks; each size in its own process.
+
+Requests come through the wire's door, so that blocks weigh what they weigh in a daemon.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import resource
@@ -9,19 +13,24 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from kvtierd.cli.bench_echo import percentile
 from kvtierd.cli.bench_figures import Figure
+from kvtierd.cli.serve import tame_collector
 from kvtierd.core.effects import Prepared
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import BlockKey, BlockMeta, Group, Layout, Medium, block_key
 from kvtierd.core.stimuli import Asked, Attach, Commit, Lookup, PrepareStore
 from kvtierd.core.tier import TierSpec
+from kvtierd.wire.messages import decode_client, encode
 
 CHAIN = 64
 """Blocks in a prompt, and in a store."""
 LOOKUP = 1024
+TOKENS = 16
+WAITS = 1000
 _LAYOUT = Layout(
     model="kvtierd-bench-scale",
     dtype="uint8",
@@ -31,7 +40,11 @@ _LAYOUT = Layout(
 
 
 def measure(sizes: Sequence[int]) -> list[Figure]:
-    """Measure with so many resident blocks; the smallest size is the bare one of the others."""
+    """Measure with so many resident blocks; the smallest size is the bare one of the others.
+
+    But for two: the longest garbage collection is beside one of everything, which the daemon avoids, and a
+    token is that of blocks with token ids, beside blocks without.
+    """
     found = [_in_a_child(size) for size in sizes]
     figures = []
     for size, values in zip(sizes, found, strict=True):
@@ -41,11 +54,15 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
             ("memory", "B/block"),
         ):
             figures.append(Figure(f"{size:,} blocks: {name}", values[name], unit, found[0][name]))
-    return figures
+        waits, pause = values["lookup of 16, p99.9"], values["longest collection"]
+        figures.append(Figure(f"{size:,} blocks: lookup of 16, p99.9", waits, "us"))
+        figures.append(Figure(f"{size:,} blocks: longest collection", pause, "us", values["full collection"]))
+    tokens = (_in_a_child(sizes[0], tokens=True)["memory"] - found[0]["memory"]) / TOKENS
+    return [*figures, Figure(f"{sizes[0]:,} blocks: memory of a token", tokens, "B")]
 
 
-def _in_a_child(size: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "kvtierd.cli.bench_scale", str(size)]
+def _in_a_child(size: int, *, tokens: bool = False) -> dict[str, float]:
+    command = [sys.executable, "-m", "kvtierd.cli.bench_scale", str(size), *(["tokens"] if tokens else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # noqa: S603 - our own module
     values: dict[str, float] = json.loads(done.stdout)
     return values
@@ -54,7 +71,9 @@ def _in_a_child(size: int) -> dict[str, float]:
 class _Core:
     """A ladder without edges, filled with prompts of ``CHAIN`` blocks."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, *, tokens: bool) -> None:
+        self._tokens = tokens
+        self.blocks = blocks
         self.ladder = Ladder(
             pool_id="bench",
             pool_bytes=blocks * UNIT,
@@ -68,17 +87,33 @@ class _Core:
         self.made = 0
 
     @staticmethod
-    def chain(number: int) -> tuple[tuple[BlockKey, ...], tuple[BlockMeta, ...]]:
-        """Return a prompt's keys and metadata (without token ids), from numbers as random as hashes are."""
-        hashes = [(number * CHAIN + i) * 0x9E3779B97F4A7C15 % (1 << 64) for i in range(CHAIN)]
-        metas = tuple(
-            BlockMeta(hashes=(one,), parent=hashes[i - 1] if i else None) for i, one in enumerate(hashes)
-        )
-        return tuple(block_key(bytes(24) + one.to_bytes(8, "big")) for one in hashes), metas
+    def hashes(number: int) -> list[int]:
+        """Return the event hashes of a prompt, as random as hashes are."""
+        return [(number * CHAIN + i) * 0x9E3779B97F4A7C15 % (1 << 64) for i in range(CHAIN)]
 
-    def store(self, keys: tuple[BlockKey, ...], metas: tuple[BlockMeta, ...]) -> None:
+    def keys(self, number: int) -> tuple[BlockKey, ...]:
+        """Return the keys of a prompt."""
+        return tuple(block_key(bytes(24) + one.to_bytes(8, "big")) for one in self.hashes(number))
+
+    def prepare(self, number: int) -> PrepareStore:
+        """Return the request to store a prompt, as it comes out of the wire's door."""
+        hashes = self.hashes(number)
+        metas = tuple(
+            BlockMeta(
+                hashes=(one,),
+                parent=hashes[i - 1] if i else None,
+                token_ids=tuple(range(one % 100_000, one % 100_000 + TOKENS)) if self._tokens else (),
+                block_size=TOKENS,
+            )
+            for i, one in enumerate(hashes)
+        )
+        request = decode_client(encode(PrepareStore(id=2, keys=self.keys(number), meta=metas)))
+        assert isinstance(request, PrepareStore)
+        return request
+
+    def store(self, request: PrepareStore) -> None:
         """Store one prompt; the oldest goes when the pool is full."""
-        (answer,) = self.ladder.handle(Asked(1, PrepareStore(id=2, keys=keys, meta=metas)), 0.0)
+        (answer,) = self.ladder.handle(Asked(1, request), 0.0)
         prepared = getattr(answer, "reply", None)
         assert isinstance(prepared, Prepared)
         commit = Commit(id=3, job=prepared.job, generation=prepared.generation, pool_id="bench")
@@ -86,33 +121,77 @@ class _Core:
         self.ladder.take_events()
         self.made += 1
 
+    def newest(self, at: int, count: int) -> Asked:
+        """Return a lookup of ``count`` prompts that are resident."""
+        prompts = [self.keys(self.made - 1 - (at * 7 + i) % (self.blocks // CHAIN)) for i in range(count)]
+        return Asked(1, Lookup(id=4, keys=tuple(key for keys in prompts for key in keys)))
 
-def _one(size: int) -> dict[str, float]:
-    core = _Core(size)
-    gc.collect()
+
+def _one(size: int, *, tokens: bool) -> dict[str, float]:
+    core = _Core(size, tokens=tokens)
+    tame_collector()
     before = _rss()
-    gc.freeze()
-    for number in range(size // CHAIN):
-        core.store(*core.chain(number))
+    with _collections() as pauses:
+        for number in range(size // CHAIN):
+            core.store(core.prepare(number))
     memory = (_rss() - before) / size
     lookups, stores = [], []
     for at in range(200):
-        newest = [
-            core.chain(core.made - 1 - (at * 7 + i) % (size // CHAIN))[0] for i in range(LOOKUP // CHAIN)
-        ]
-        asked = Asked(1, Lookup(id=4, keys=tuple(key for keys in newest for key in keys)))
-        began = time.perf_counter()
-        core.ladder.handle(asked, 0.0)
-        lookups.append((time.perf_counter() - began) / LOOKUP)
-        keys, metas = core.chain(core.made)
-        began = time.perf_counter()
-        core.store(keys, metas)
-        stores.append((time.perf_counter() - began) / CHAIN)
+        lookups.append(_seconds(core.ladder.handle, core.newest(at, LOOKUP // CHAIN), 0.0) / LOOKUP)
+        stores.append(_seconds(core.store, core.prepare(core.made)) / CHAIN)
+    waits = _longest_waits(core)
+    gc.unfreeze()
     return {
         "lookup, a key": statistics.median(lookups) * 1e6,
         "store with eviction, a block": statistics.median(stores) * 1e6,
         "memory": memory,
+        "lookup of 16, p99.9": waits,
+        "longest collection": max(pauses, default=0.0) * 1e6,
+        "full collection": _seconds(gc.collect) * 1e6,
     }
+
+
+def _longest_waits(core: _Core) -> float:
+    """Return the p99.9 of a lookup of 16 keys between stores, in us of the processor.
+
+    Its own time, since a machine that is busy with others would hide what a collection takes.
+    """
+    times = []
+    for at in range(2 * WAITS):
+        newest = core.keys(core.made - 1 - at % (core.blocks // CHAIN))
+        asked = Asked(1, Lookup(id=4, keys=newest[:16]))
+        times.append(_seconds(core.ladder.handle, asked, 0.0, clock=time.thread_time))
+        if at % 2:
+            core.store(core.prepare(core.made))
+    return percentile(times, 0.999)
+
+
+@contextlib.contextmanager
+def _collections() -> Iterator[list[float]]:
+    """Give the processor seconds of each collection of the body."""
+    seconds: list[float] = []
+    began = 0.0
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.thread_time()
+        else:
+            seconds.append(time.thread_time() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(note)
+
+
+def _seconds(
+    act: Callable[..., object], *arguments: object, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    began = clock()
+    act(*arguments)
+    return clock() - began
 
 
 def _rss() -> int:
@@ -121,4 +200,4 @@ def _rss() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_one(int(sys.argv[1]))))
+    print(json.dumps(_one(int(sys.argv[1]), tokens="tokens" in sys.argv[2:])))

@@ -111,9 +111,10 @@ def _add_tiers(benches: Any) -> None:
         "tiers",
         help="stores and loads of a tier beside memcpy, plain files or a raw client",
         description="Store and load blocks through a tier's own workers, and in turns with that move the same"
-        " bytes by memcpy, by plain sequential file access in the same folder (as dd does) and, for an"
-        " object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain"
-        " files are read from the page cache unless --cold is given; whether the tier is, is up to --io.",
+        " bytes by memcpy, by plain loops of pwrite and pread with as many threads in the same folder and,"
+        " for an object store, by its client alone. Every byte is compared. Figures are medians of the"
+        " rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is"
+        " up to --io.",
     )
     tiers.add_argument("--path", metavar="DIR", help="measure a filesystem tier in here (default: .)")
     tiers.add_argument("--url", metavar="URL", help="measure an object tier, such as s3://bucket/prefix")
@@ -128,7 +129,14 @@ def _add_tiers(benches: Any) -> None:
         "--io", choices=("auto", "direct", "buffered"), default="auto", help="as in a tier file"
     )
     tiers.add_argument("--cold", action="store_true", help="read past the page cache as well")
-    tiers.add_argument("--json", action="store_true", help="print one JSON list")
+    tiers.add_argument(
+        "--depth",
+        type=count,
+        action="append",
+        metavar="N",
+        help="readers and writers of the tier, and of what it is compared with (default: the tier's 4 and 2)",
+    )
+    add_output(tiers)
 
 
 def size(text: str) -> int:
@@ -170,19 +178,23 @@ def _run_figures(args: argparse.Namespace) -> int:
 def _run_tiers(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from kvtierd.cli import bench_tiers
+    from kvtierd.cli import bench_tiers, bench_tiers_report
     from kvtierd.errors import ExitCode
 
     sizes = tuple(args.block_bytes or (256 << 10, 1 << 20, 4 << 20))
-    settings = bench_tiers.Settings(sizes, args.total, args.rounds, args.cold, args.io)
+    depths = tuple(args.depth or ())
+    settings = bench_tiers.Settings(sizes, args.total, args.rounds, args.cold, args.io, depths)
     results = []
     if args.path or not args.url:
         results += bench_tiers.measure_folder(Path(args.path or "."), settings)
     if args.url:
         tier = bench_tiers.object_tier(url=args.url, endpoint=args.endpoint, region=args.region)
         results += bench_tiers.measure_store(tier, settings)
-    if args.json:
-        print(bench_tiers.as_json(results))
-    else:
-        print("\n".join(bench_tiers.report(results)))
+    show(
+        args,
+        "tiers",
+        bench_tiers_report.figures(results),
+        report=bench_tiers_report.report(results),
+        details=bench_tiers_report.details(results),
+    )
     return ExitCode.OK

@@ -42,8 +42,18 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="SVG", type=Path, help="write a chart of the ratios, or values")
 
 
-def show(args: argparse.Namespace, bench: str, figures: Sequence[Figure]) -> None:
+def show(
+    args: argparse.Namespace,
+    bench: str,
+    figures: Sequence[Figure],
+    *,
+    report: Iterable[str] | None = None,
+    details: object = None,
+) -> None:
     """Print figures as the options of :func:`add_output` say.
+
+    ``report``: lines that say more than the table, where nothing is compared with; ``details``: more for the
+    JSON (plain values).
 
     Raises:
         ConfigError: the file to compare with is no such file.
@@ -53,9 +63,10 @@ def show(args: argparse.Namespace, bench: str, figures: Sequence[Figure]) -> Non
         args.plot.write_text(chart(f"kvtierd bench {bench}", figures, old), "utf-8")
     if args.json:
         rows = [asdict(figure) | {"ratio": figure.ratio} | _change(figure, old) for figure in figures]
-        print(json.dumps({"format": FORMAT, "bench": bench, "figures": rows}))
+        more = {} if details is None else {"details": details}
+        print(json.dumps({"format": FORMAT, "bench": bench, "figures": rows} | more))
     else:
-        print("\n".join(lines(figures, old)))
+        print("\n".join(lines(figures, old) if old or report is None else report))
 
 
 def _old(path: Path, bench: str) -> dict[str, float]:

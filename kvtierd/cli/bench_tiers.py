@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -39,13 +38,24 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure: ``total_bytes`` of blocks in each of ``rounds``; ``cold``: also past the cache."""
+    """What to measure: ``total_bytes`` of blocks in each of ``rounds``; ``cold``: also past the cache.
+
+    ``depths``: numbers of readers, and of writers, each measured; none: as many as a tier has by default.
+    """
 
     block_bytes: tuple[int, ...]
     total_bytes: int
     rounds: int
     cold: bool
     io: Literal["auto", "direct", "buffered"] = "auto"
+    depths: tuple[int, ...] = ()
+
+    def cases(self, tier: StorageTier) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield each block size with the settings of a tier that it is measured with."""
+        for block_bytes in self.block_bytes:
+            for depth in self.depths or (None,):
+                workers = {"readers": tier.readers, "writers": tier.writers}
+                yield block_bytes, workers if depth is None else dict.fromkeys(workers, depth)
 
 
 @dataclass
@@ -149,7 +159,10 @@ def measure_folder(path: Path, settings: Settings) -> list[Result]:
             raise TierError("bench", f"{path} has {free} bytes free; needs {4 * settings.total_bytes}")
         tier = FsTier(name="bench", path=folder / "tier", max_bytes="unlimited", io=settings.io)
         place = f"{path} ({filesystem_of(folder)}, io {settings.io})"
-        return [_run(_folder_rounds(tier, folder, place, size, settings)) for size in settings.block_bytes]
+        return [
+            _run(_folder_rounds(tier.model_copy(update=workers), folder, place, size, settings))
+            for size, workers in settings.cases(tier)
+        ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,7 +184,10 @@ def object_tier(url: str, endpoint: str | None, region: str | None) -> ObjectTie
 def measure_store(tier: ObjectTier, settings: Settings) -> list[Result]:
     """Measure an object tier under a prefix of its own; its objects are deleted at the end."""
     own = tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/kvtierd-bench-{secrets.token_hex(4)}"})
-    return [_run(_store_rounds(own, size, settings)) for size in settings.block_bytes]
+    return [
+        _run(_store_rounds(own.model_copy(update=workers), size, settings))
+        for size, workers in settings.cases(own)
+    ]
 
 
 def _run(coroutine: Any) -> Result:
@@ -199,17 +215,17 @@ async def _folder_rounds(
 ) -> Result:
     count = max(1, settings.total_bytes // block_bytes)
     result = Result(place, block_bytes, count, tier.readers, tier.writers)
-    plain = folder / "plain"
     with Arena(block_bytes, count) as arena:
+        plain = copies.PlainFiles(folder, arena, writers=tier.writers, readers=tier.readers)
         async with _bench(tier, arena) as bench:
             for _ in range(settings.rounds):
                 _memory(result, arena)
                 with timed(result.list_of("plain write")):
-                    copies.plain_write(arena, plain)
+                    plain.write()
                 with timed(result.list_of("store")):
                     await bench.store()
                 with timed(result.list_of("plain read")):
-                    copies.plain_read(arena, plain)
+                    plain.read()
                 _check(arena)
                 with timed(result.list_of("load")):
                     await bench.load()
@@ -221,14 +237,14 @@ async def _folder_rounds(
                 if settings.cold:
                     await _cold(result, arena, bench, folder, plain)
                 await bench.delete()
-                plain.unlink()
+                plain.delete()
     return result
 
 
-async def _cold(result: Result, arena: Arena, bench: Bench, folder: Path, plain: Path) -> None:
+async def _cold(result: Result, arena: Arena, bench: Bench, folder: Path, plain: copies.PlainFiles) -> None:
     copies.drop_caches(folder)
     with timed(result.list_of("plain read, cold")):
-        copies.plain_read(arena, plain)
+        plain.read()
     _check(arena)
     with timed(result.list_of("load, cold")):
         await bench.load()
@@ -293,42 +309,3 @@ def filesystem_of(path: Path) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, name
     return kind
-
-
-def as_json(results: list[Result]) -> str:
-    """Return one JSON object with every figure and all rounds."""
-    return json.dumps(
-        [
-            {
-                "place": result.place,
-                "block_bytes": result.block_bytes,
-                "blocks": result.count,
-                "readers": result.readers,
-                "writers": result.writers,
-                "figures": {
-                    name: {
-                        "gb_per_second": round(result.rate(name), 3),
-                        "cpu_seconds_per_gib": round(result.cpu(name), 3),
-                        "seconds": [round(one.seconds, 4) for one in timings],
-                    }
-                    for name, timings in result.timings.items()
-                },
-                "checksum_share": {name: round(result.checksum_share(name), 3) for name in ("store", "load")},
-            }
-            for result in results
-        ]
-    )
-
-
-def report(results: list[Result]) -> Iterator[str]:
-    """Yield the lines of a table for each block size."""
-    from kvtierd.config.units import format_size
-
-    for result in results:
-        blocks = f"{result.count} blocks of {format_size(result.block_bytes)}"
-        rounds = len(result.timings["store"])
-        yield f"{result.place}: {blocks}, {result.writers} writers, {result.readers} readers, {rounds} rounds"
-        yield f"  {'':<18}{'GB/s':>8}{'CPU-s/GiB':>12}{'of it checksum':>17}"
-        for name in result.timings:
-            share = f"{result.checksum_share(name):.0%}" if name == "store" or name.startswith("load") else ""
-            yield f"  {name:<18}{result.rate(name):>8.2f}{result.cpu(name):>12.2f}{share:>17}".rstrip()

@@ -259,7 +259,7 @@ def test_bench_tiers_measures_a_folder_beside_plain_files_and_leaves_nothing(tmp
     """L108."""
     arguments = ("--path", str(tmp_path), "--total", "2MiB", "--rounds", "2", "--cold")
     done = tool("bench", "tiers", *arguments, "--block-bytes", "64KiB", "--block-bytes", "5000", "--json")
-    small, odd = json.loads(done)
+    small, odd = json.loads(done)["details"]
     assert (small["block_bytes"], small["blocks"], odd["blocks"]) == (65536, 32, 419)
     for result in (small, odd):
         assert set(result["figures"]) == {

@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_kvtierd_events_subparsers=(tail watch)
-_shtab_kvtierd_bench_subparsers=(rpc pool scale clients tiers events)
+_shtab_kvtierd_bench_subparsers=(rpc pool scale clients busy footprint tiers events)
 _shtab_kvtierd_subparsers=(serve check schema status top inventory log-level reset evict drain reload gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve_option_strings=(-h --help --config --takeover --log-level --log-format --paranoid)
@@ -31,7 +31,9 @@ _shtab_kvtierd_bench_rpc_option_strings=(-h --help --socket --keys --seconds --j
 _shtab_kvtierd_bench_pool_option_strings=(-h --help --block-bytes --seconds --json --compare --plot)
 _shtab_kvtierd_bench_scale_option_strings=(-h --help --blocks --json --compare --plot)
 _shtab_kvtierd_bench_clients_option_strings=(-h --help --engines --seconds --json --compare --plot)
-_shtab_kvtierd_bench_tiers_option_strings=(-h --help --path --url --endpoint --region --block-bytes --total --rounds --io --cold --json)
+_shtab_kvtierd_bench_busy_option_strings=(-h --help --block-bytes --rate --seconds --json --compare --plot)
+_shtab_kvtierd_bench_footprint_option_strings=(-h --help --seconds --json --compare --plot)
+_shtab_kvtierd_bench_tiers_option_strings=(-h --help --path --url --endpoint --region --block-bytes --total --rounds --io --cold --depth --json --compare --plot)
 _shtab_kvtierd_bench_events_option_strings=(-h --help --part --rate --seconds --blocks --past --json)
 _shtab_kvtierd_bench_option_strings=(-h --help)
 _shtab_kvtierd_completion_option_strings=(-h --help)
@@ -46,7 +48,7 @@ _shtab_kvtierd_log_level_pos_0_choices=(debug info warning error)
 _shtab_kvtierd_events_pos_0_choices=(tail watch)
 _shtab_kvtierd_bench_tiers___io_choices=(auto direct buffered)
 _shtab_kvtierd_bench_events___part_choices=(forms latency stall snapshot catch-up)
-_shtab_kvtierd_bench_pos_0_choices=(rpc pool scale clients tiers events)
+_shtab_kvtierd_bench_pos_0_choices=(rpc pool scale clients busy footprint tiers events)
 _shtab_kvtierd_completion_pos_0_choices=(bash zsh)
 _shtab_kvtierd_pos_0_choices=(serve check schema status top inventory log-level reset evict drain reload gc verify events replay demo bench completion version)
 
@@ -130,6 +132,12 @@ _shtab_kvtierd_bench_scale___json_nargs=0
 _shtab_kvtierd_bench_clients__h_nargs=0
 _shtab_kvtierd_bench_clients___help_nargs=0
 _shtab_kvtierd_bench_clients___json_nargs=0
+_shtab_kvtierd_bench_busy__h_nargs=0
+_shtab_kvtierd_bench_busy___help_nargs=0
+_shtab_kvtierd_bench_busy___json_nargs=0
+_shtab_kvtierd_bench_footprint__h_nargs=0
+_shtab_kvtierd_bench_footprint___help_nargs=0
+_shtab_kvtierd_bench_footprint___json_nargs=0
 _shtab_kvtierd_bench_tiers__h_nargs=0
 _shtab_kvtierd_bench_tiers___help_nargs=0
 _shtab_kvtierd_bench_tiers___cold_nargs=0

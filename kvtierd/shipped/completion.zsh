@@ -35,12 +35,14 @@ _shtab_kvtierd_commands() {
 
 _shtab_kvtierd_bench_commands() {
   local _commands=(
+    busy:'Time verbs with 16 keys and a bare echo, in turns on an idle daemon and while another engine stores: every store evicts from a full pool, is written to a full disk, which deletes, and is told to a subscriber that reads and to one that hangs. Ratios are to the idle daemon; what the bare echo loses is the machine'"'"'s.'
     clients:'Lookups of 16 resident keys, one on its way for each engine. Ratios are to the first count.'
     events:'Measure: bytes and events a second of each form; the time from publishing to a subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine'"'"'s commit to it; what a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.'
+    footprint:'Start daemons with a pool of 64 MiB beside a bare interpreter that imports the same packages; then watch one that an engine and a subscriber are connected to.'
     pool:'Store 16 blocks (prepare, copy, commit; and evict, so that the next is a store again) and load them through the client, and in turns with that copy the same bytes in memory.'
     rpc:'Time verbs of the blocking client, and in turns with them a bare uvloop server that answers as many bytes with as many over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; there nothing is stored and only misses are looked up.'
     scale:'Fill the core (no socket, bytes or token ids) and time lookups of 1,024 keys and stores that have to evict. Ratios are to the first size.'
-    tiers:'Store and load blocks through a tier'"'"'s own workers, and in turns with that move the same bytes by memcpy, by plain sequential file access in the same folder (as dd does) and, for an object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is up to --io.'
+    tiers:'Store and load blocks through a tier'"'"'s own workers, and in turns with that move the same bytes by memcpy, by plain loops of pwrite and pread with as many threads in the same folder and, for an object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is up to --io.'
   )
   _describe 'kvtierd bench commands' _commands
 }
@@ -68,6 +70,19 @@ _shtab_kvtierd_bench_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_bench_defaults_added=0
 
+_shtab_kvtierd_bench_busy_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--block-bytes[default\: 64KiB]:SIZE:"
+  "--rate[stores of 16 blocks a second (default\: 100)]:rate:"
+  "--seconds[total time (default\: 16)]:seconds:"
+  "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_bench_busy_defaults_added=0
+
 _shtab_kvtierd_bench_clients_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "*--engines[default\: 1, 4, 16 and 64]:N:"
@@ -92,6 +107,17 @@ _shtab_kvtierd_bench_events_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_bench_events_defaults_added=0
+
+_shtab_kvtierd_bench_footprint_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--seconds[of watching (default\: 8)]:seconds:"
+  "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_bench_footprint_defaults_added=0
 
 _shtab_kvtierd_bench_pool_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -140,7 +166,10 @@ _shtab_kvtierd_bench_tiers_options=(
   "--rounds[default\: 3]:rounds:"
   "--io[as in a tier file]:io:(auto direct buffered)"
   "--cold[read past the page cache as well]"
-  "--json[print one JSON list]"
+  "*--depth[readers and writers of the tier, and of what it is compared with (default\: the tier\'s 4 and 2)]:N:"
+  "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -454,8 +483,10 @@ _shtab_kvtierd_bench() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_kvtierd_bench-$line[1]:"
       case $line[1] in
+        busy) _arguments -C -s $_shtab_kvtierd_bench_busy_options ;;
         clients) _arguments -C -s $_shtab_kvtierd_bench_clients_options ;;
         events) _arguments -C -s $_shtab_kvtierd_bench_events_options ;;
+        footprint) _arguments -C -s $_shtab_kvtierd_bench_footprint_options ;;
         pool) _arguments -C -s $_shtab_kvtierd_bench_pool_options ;;
         rpc) _arguments -C -s $_shtab_kvtierd_bench_rpc_options ;;
         scale) _arguments -C -s $_shtab_kvtierd_bench_scale_options ;;

@@ -7,6 +7,7 @@ mapped the pool at that moment has acknowledged the fence or is dead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,8 @@ class Sessions:
     quarantines: dict[int, Quarantine] = field(default_factory=dict)
     mapped: dict[str, set[bytes]] = field(default_factory=dict)
     """Engine id to the living processes that mapped the pool for it."""
+    failed_copies: Counter[int] = field(default_factory=Counter)
+    """Rank of every worker that came, to the blocks that it could not copy."""
     fence: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     _number: int = 0
@@ -112,6 +115,8 @@ class Sessions:
     def attach(self, session: Session) -> None:
         """Note a session and that its process maps the pool."""
         self.open[session.number] = session
+        if session.role is Role.WORKER:
+            self.failed_copies[session.rank] += 0
         self.await_back(session.engine, session.process, [(session.namespace, session.dp_rank)])
         self.ledger.note(Mapped(session.engine, session.process, session.namespace, session.dp_rank))
 

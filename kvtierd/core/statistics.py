@@ -18,6 +18,8 @@ CASCADE_SKIPS = ("slow", "queue_full", "evicted", "no_room", "failed")
 DECLINED = {"slow": "declined_slow", "wrong_size": "wrong_size"}
 """Why a block that a secondary has was not read from there."""
 PROMOTION_REFUSALS = ("over_budget", "no_room")
+RANKS = 64
+"""Ranks that have a figure of their own."""
 GIVEN_UP = ("jobs_revoked", "leases_revoked", "load_deadline", "promotions_unread")
 """What ended without the word of its holder, or in vain."""
 
@@ -32,6 +34,7 @@ def collect(ladder: Ladder) -> dict[str, Any]:
         "lookups": {name: counters[f"lookup_{name}"] for name in ("blocks", "misses", "repeats")},
         "promotions_refused": {why: counters[f"promotion_{why}"] for why in PROMOTION_REFUSALS},
         "given_up": {name: counters[name] for name in GIVEN_UP},
+        "failed_copies": _failed_copies(ladder),
         "tenants": _tenants(stack),
         "layouts": [_space(namespace, space) for namespace, space in stack.primary.spaces.items()],
         "sessions": [
@@ -52,6 +55,14 @@ def collect(ladder: Ladder) -> dict[str, Any]:
         "quarantined_slots": sum(len(held.nodes) for held in sessions.quarantines.values()),
         "operations": len(stack.operations),
     }
+
+
+def _failed_copies(ladder: Ladder) -> dict[str, int]:
+    """Return by rank the blocks that its workers could not copy; ranks beyond ``RANKS`` are one."""
+    by_name: Counter[str] = Counter()
+    for rank, blocks in sorted(ladder.sessions.failed_copies.items()):
+        by_name[str(rank) if rank < RANKS else "other"] += blocks
+    return dict(by_name)
 
 
 def _tiers(stack: Stack) -> list[dict[str, Any]]:

@@ -169,6 +169,7 @@ class Stores:
             return
         keys = [key for key in request.keys if key in job.nodes]
         job.failed.update(keys)
+        self._sessions.failed_copies[session.rank] += len(keys)
         self._stack.answer(session.number, Done(id=request.id, count=len(keys)))
 
     def _end(self, job: Job) -> None:

@@ -44,6 +44,11 @@ def _requests(figures: Figures) -> Iterable[Reading]:
             yield (verb, outcome), number(counts.get(outcome))
 
 
+def _failed_copies(figures: Figures) -> Iterable[Reading]:
+    for rank, blocks in {"0": 0, **figures.part("failed_copies")}.items():
+        yield (rank,), number(blocks)
+
+
 def _refusals(figures: Figures) -> Iterable[Reading]:
     for code in ErrorCode:
         yield (code.value,), number(figures.part("engine", "requests", "refusals").get(code.value))
@@ -80,5 +85,11 @@ FAMILIES = (
     gauge("leases", "Leases that pin blocks.", (), scalar("leases")),
     gauge("loads_waiting", "Loads that wait for a promotion.", (), scalar("loads_waiting")),
     gauge("promotions_unread", "Promoted blocks that nobody has read yet.", (), scalar("promotions_unread")),
+    counter(
+        "failed_copies",
+        "Blocks that were not stored because the worker of a rank could not copy its part.",
+        ("rank",),
+        _failed_copies,
+    ),
     gauge("layouts", "Layouts that have a share of the pool.", (), _layouts),
 )

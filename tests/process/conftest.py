@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -113,6 +114,21 @@ class Mount:
 def mounted() -> type[Mount]:
     """Make mounts: device folder, mount point, size."""
     return Mount
+
+
+@pytest.fixture
+def tier_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install a type of tiers for daemons to come: its name, and a module that has ``make``."""
+
+    def install(name: str, code: str) -> None:
+        site, info = tmp_path / "site", tmp_path / "site" / f"{name}_tiers-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-tiers\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[kvtierd.backends]\n{name} = {name}_tiers:make\n")
+        (site / f"{name}_tiers.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+
+    return install
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,14 +37,9 @@ def make(name, options):
 
 
 @pytest.fixture
-def rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rate(tmp_path: Path, tier_type: Callable[[str, str], None]) -> Path:
     """Install the type ``slow``; return the file that holds its bytes per second."""
-    site, info = tmp_path / "site", tmp_path / "site" / "slow_tiers-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-tiers\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[kvtierd.backends]\nslow = slow_tiers:make\n")
-    (site / "slow_tiers.py").write_text(BACKEND)
-    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    tier_type("slow", BACKEND)
     return tmp_path / "rate"
 
 

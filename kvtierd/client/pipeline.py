@@ -97,10 +97,12 @@ class Pipeline:
         keys: Iterable[BlockKey],
         meta: Sequence[BlockMeta | None] | None = None,
         scope: Scope | None = None,
+        *,
+        traceparent: str | None = None,
     ) -> Call[Job]:
         """Begin :meth:`Session.prepare_store`."""
         make = partial(Job, session=self.session)
-        return self._begin(_verbs.prepare_store(make, keys, meta, scope, self.session))
+        return self._begin(_verbs.prepare_store(make, keys, meta, scope, self.session, traceparent))
 
     def commit(self, job: Job, failed: Iterable[BlockKey] = ()) -> Call[tuple[BlockKey, ...]]:
         """Begin :meth:`Job.commit`."""
@@ -111,11 +113,16 @@ class Pipeline:
         return self._begin(_verbs.abort(job))
 
     def load(
-        self, keys: Iterable[BlockKey], deadline: float = 0.0, scope: Scope | None = None
+        self,
+        keys: Iterable[BlockKey],
+        deadline: float = 0.0,
+        scope: Scope | None = None,
+        *,
+        traceparent: str | None = None,
     ) -> Call[Loaded]:
         """Begin :meth:`Session.load`."""
         make = partial(Loaded, session=self.session)
-        return self._begin(_verbs.load(make, keys, deadline, scope, self.session))
+        return self._begin(_verbs.load(make, keys, deadline, scope, self.session, traceparent))
 
     def release(self, held: Lookup | Loaded) -> Call[None]:
         """Begin :meth:`Lookup.release` or :meth:`Loaded.release`."""

@@ -100,7 +100,8 @@ METRICS = """# Metrics
 `GET /metrics` on `admin.listen`. Names, types and labels are a promise
 (`tests/golden/metrics_v1.json`). Every series is there from the start, at 0; no label grows with
 what engines store or ask. Tenants are those of the tier file, or else the first 32 that come, and
-`other`; ranks are those that attached a worker, from 64 on `other`. Beside these come the `process_*` metrics of every Prometheus client.
+`other`; ranks are those that attached a worker, from 64 on `other`. Beside these come the
+`process_*` metrics of every Prometheus client.
 
 `sum(kvtierd_tier_hits_total) + kvtierd_lookup_missed_blocks_total` is
 `kvtierd_lookup_blocks_total`: each question of an engine counts once, and a promoted block counts

@@ -34,6 +34,7 @@ class FakeSession:
         self.calls = Counter()
         self.asked = []
         self.scopes = []
+        self.traces = []
         self.leases = 0
         self.fence = None
         self.acknowledged = []
@@ -170,8 +171,9 @@ class FakePipeline:
         )
         return self._begin("lookup", answer, missing)
 
-    def load(self, keys, deadline=0.0, scope=None):
+    def load(self, keys, deadline=0.0, scope=None, *, traceparent=None):
         session, keys = self.session, tuple(keys)
+        session.traces.append(("load", traceparent))
 
         def answer():
             got = []
@@ -191,8 +193,9 @@ class FakePipeline:
 
         return self._begin("load", answer, Answer(keys=(), lease=0))
 
-    def prepare_store(self, keys, meta=None, scope=None):
+    def prepare_store(self, keys, meta=None, scope=None, *, traceparent=None):
         session, keys = self.session, tuple(keys)
+        session.traces.append(("prepare_store", traceparent))
         session.scopes.append(scope)
 
         def answer():

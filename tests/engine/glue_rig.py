@@ -61,6 +61,7 @@ def request(blocks, name="r", **more):
         mm_features=[],
         cache_salt=None,
         prompt_embeds=None,
+        trace_headers=None,
         **{"kv_transfer_params": None, **more},
     )
 

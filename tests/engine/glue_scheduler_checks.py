@@ -65,6 +65,23 @@ def check_a_chain_grows_with_its_request():
     assert chain.meta(keys_of(longer)[2]).token_ids == (8, 9, 10, 11)
 
 
+def check_stores_and_loads_belong_to_the_trace_that_a_request_came_with():
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for headers, sent in (
+        (None, None),
+        ({"traceparent": parent, "tracestate": "x=1"}, parent),
+        ({"tracestate": "x=1"}, None),
+        ({"traceparent": "0" * 200}, None),
+    ):
+        session, req = FakeSession(), request(2)
+        req.trace_headers = headers
+        made, _ = manager(session)
+        context = tracked(made, req)
+        prepare_store(made, keys_of(req), context)
+        prepare_load(made, keys_of(req), context)
+        assert session.traces == [("prepare_store", sent), ("load", sent)], headers
+
+
 def check_a_key_that_one_of_two_workers_failed_is_not_committed():
     session, req = FakeSession(), request(2)
     made, _ = manager(session)

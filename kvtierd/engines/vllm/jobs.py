@@ -87,10 +87,17 @@ class Jobs:
 
     # -- preparation -----------------------------------------------------------------------------------
 
-    def load(self, request: str, keys: Collection[bytes], scope: Scope | None) -> PoolSpec:
-        """Ask for the slots of blocks that were hits; all of them that are still there are leased."""
+    def load(
+        self, request: str, keys: Collection[bytes], scope: Scope | None, trace: str | None = None
+    ) -> PoolSpec:
+        """Ask for the slots of blocks that were hits; all of them that are still there are leased.
+
+        ``trace`` here and below: the span of the caller's that the request came with.
+        """
         wanted = [BlockKey(key) for key in keys]
-        made = Transfer(self.empty(keys), False, lambda: self._pipeline.load(wanted, 0.0, scope))
+        made = Transfer(
+            self.empty(keys), False, lambda: self._pipeline.load(wanted, 0.0, scope, traceparent=trace)
+        )
         self._remember(request, made)
         self._loads.append(made)
         self._ask(made)
@@ -102,6 +109,7 @@ class Jobs:
         keys: Collection[bytes],
         describe: Callable[[], Sequence[BlockMeta | None]],
         scope: Scope | None,
+        trace: str | None = None,
     ) -> PoolSpec:
         """Note what is to be stored; :meth:`ask` asks for its slots. ``describe`` makes the metadata then."""
         spec = self.empty(keys)
@@ -109,7 +117,9 @@ class Jobs:
         made = Transfer(
             spec,
             True,
-            lambda: self._pipeline.prepare_store([BlockKey(k) for k in spec.keys], describe(), scope),
+            lambda: self._pipeline.prepare_store(
+                [BlockKey(k) for k in spec.keys], describe(), scope, traceparent=trace
+            ),
         )
         self._remember(request, made)
         self._waiting[spec.ticket] = made

@@ -38,6 +38,8 @@ from kvtierd.engines.vllm.worker import workers_of_this_process
 logger = logging.getLogger(__name__)
 
 STORE_RETRIES = 3
+MOST_TRACE = 128
+"""Characters; the daemon refuses a request with more."""
 MISS = LookupResult.MISS
 
 
@@ -45,6 +47,7 @@ MISS = LookupResult.MISS
 class _Request:
     chain: Chain
     wish: RequestScope
+    trace: str | None = None
     refused: int = 0
     loading: bool = False
     lost: bool = False
@@ -95,7 +98,7 @@ class KvtierdManager(OffloadingManager):
             return
         wish = RequestScope.of(request.kv_transfer_params)
         chain = Chain(request, self._shapes)
-        self._requests[request.request_id] = _Request(chain, wish)
+        self._requests[request.request_id] = _Request(chain, wish, _trace(request))
         if wish.problem:
             self._reject(request.request_id, wish.problem)
         elif not self._reset_owed:
@@ -177,7 +180,8 @@ class KvtierdManager(OffloadingManager):
         known = self._requests.get(request)
         if known is not None:
             known.loading = True
-        spec = self._jobs.load(request, keys, known.wish.scope if known else None)
+        wished = (known.wish.scope, known.trace) if known else (None, None)
+        spec = self._jobs.load(request, keys, *wished)
         self._stats.load((key, self._lookups.source(request, key)) for key in keys)
         self._lookups.consumed(request)
         return spec
@@ -210,11 +214,11 @@ class KvtierdManager(OffloadingManager):
         request = self._requests.get(name)
         if self._pipeline is None or self._reset_owed or not self._session.connected or self.problem(name):
             return self._stored_nothing()
-        chosen, scope = list(keys), None
+        chosen, scope, trace = list(keys), None, None
         describe: Callable[[], Sequence[Any]] = tuple  # the block's events are placeholders then
         if request is not None:
             chain, wish = request.chain, request.wish
-            scope = wish.scope
+            scope, trace = wish.scope, request.trace
             if wish.max_tokens is not None:
                 chosen = [key for key in keys if not chain.is_beyond(key, wish.max_tokens)]
             describe = partial(self._describe, chain, chosen)
@@ -223,7 +227,7 @@ class KvtierdManager(OffloadingManager):
         if self._lookups.is_resident(name, chosen):
             self._jobs.offer(chosen, scope)
             return self._stored_nothing()
-        spec = self._jobs.store(name, chosen, describe, scope)
+        spec = self._jobs.store(name, chosen, describe, scope, trace)
         if self._jobs.crowded and not self._jobs.fill_now(spec):
             self._jobs.withdraw(name, spec)
             return self._refused(request)
@@ -295,3 +299,9 @@ class KvtierdManager(OffloadingManager):
             for request in list(self._requests):
                 self._lookups.forget(request)
             self._guard.call("close", self._session.close, None)
+
+
+def _trace(request: Any) -> str | None:
+    """Return the caller's span that came with a request, as W3C Trace Context writes it."""
+    trace = (getattr(request, "trace_headers", None) or {}).get("traceparent")
+    return trace if isinstance(trace, str) and len(trace) <= MOST_TRACE else None

@@ -341,7 +341,7 @@ def slopes(sizes: list[tuple[float, float, int, int]]) -> tuple[int, int, float]
 def test_whatever_happens_no_wrong_byte_and_one_truth(
     make: Make, mounted: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """L44, L50, L98, L101, L105, L124, L130: invariants after every turn, and nothing grows."""
+    """L44, L50, L98, L101, L105, L107, L124, L130: invariants after every turn, and nothing grows."""
     seed = int(os.environ.get("KVTIERD_SOAK_SEED", random.SystemRandom().getrandbits(32)))
     rng = random.Random(seed)
     limits = {"job_ttl": "1s", "lease_ttl": "1s", "shutdown_grace": "4s", "hello_timeout": "500ms"}

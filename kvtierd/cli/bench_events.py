@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvtierd.cli.bench_figures import add_output, show
 from kvtierd.cli.demo import count
 
 BATCH = 16
 """Blocks of a batch."""
-PARTS = ("forms", "latency", "stall", "snapshot", "catch-up")
+BATCHES = (16, 256)
+"""Blocks of a batch where as many as possible are published."""
+PARTS = ("forms", "published", "latency", "stall", "snapshot", "catch-up")
 JOIN = 0.3
 """Seconds for a subscription to arrive; nothing says when it has."""
 ROUNDS = 4
@@ -30,7 +32,8 @@ def add_events(benches: Any) -> None:
     events = benches.add_parser(
         "events",
         help="cost and promptness of the event stream beside a bare PUB/SUB",
-        description="Measure: bytes and events a second of each form; the time from publishing to a"
+        description="Measure: bytes and events a second of each form; how many blocks a second of one core"
+        " are published; the time from publishing to a"
         " subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine's commit to it; what"
         " a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the"
         " same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.",
@@ -46,7 +49,7 @@ def add_events(benches: Any) -> None:
     events.add_argument(
         "--past", type=count, default=10_000_000, help="batches before the catch-up (default: 10000000)"
     )
-    events.add_argument("--json", action="store_true", help="print one JSON object")
+    add_output(events)
     events.set_defaults(run_bench=run)
 
 
@@ -83,6 +86,7 @@ class Result:
     """What was measured, by part; parts left out are empty."""
 
     forms: list[dict[str, Any]] = field(default_factory=list)
+    published: list[dict[str, Any]] = field(default_factory=list)
     latency: dict[str, Any] = field(default_factory=dict)
     stall: dict[str, Any] = field(default_factory=dict)
     snapshot: dict[str, Any] = field(default_factory=dict)
@@ -91,12 +95,12 @@ class Result:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from kvtierd.cli.bench_events_report import report
+    from kvtierd.cli.bench_events_report import figures, report
     from kvtierd.errors import ExitCode
 
     settings = Settings(args.rate, args.seconds, args.blocks, args.past)
     result = measure(settings, args.part or PARTS)
-    print(json.dumps(asdict(result)) if args.json else "\n".join(report(result)))
+    show(args, "events", figures(result), report=report(result), details=asdict(result))
     return ExitCode.OK
 
 
@@ -105,6 +109,8 @@ def measure(settings: Settings, parts: Sequence[str]) -> Result:
     result = Result()
     if "forms" in parts:
         result.forms = list(_forms(min(1.0, settings.seconds / 4)))
+    if "published" in parts:
+        result.published = [_published(blocks, settings.seconds / 2) for blocks in BATCHES]
     if "latency" in parts:
         result.latency = _latency(settings)
     if "stall" in parts:
@@ -156,6 +162,12 @@ def _forms(seconds: float) -> Iterator[dict[str, Any]]:
             "events_per_second": round(blocks / spent),
             "bytes_per_block": round(size / blocks, 1),
         }
+
+
+def _published(blocks: int, seconds: float) -> dict[str, Any]:
+    from kvtierd.cli.bench_published import measure as published
+
+    return {"blocks_per_batch": blocks, **published(blocks, seconds)}
 
 
 def _latency(settings: Settings) -> dict[str, Any]:

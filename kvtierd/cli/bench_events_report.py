@@ -5,12 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvtierd.cli.bench_figures import Figure
 from kvtierd.cli.common import table
 
 if TYPE_CHECKING:
     from kvtierd.cli.bench_events import Result
 
 _RIGHT = ("p50", "p99", "count")
+
+
+def figures(result: Result) -> list[Figure]:
+    """Return what can be compared and drawn, beside the bare socket or what it is without the disturbance."""
+    found = [
+        Figure(f"{one['form']}: events", one["events_per_second"], "/s", more_is_better=True)
+        for one in result.forms
+    ]
+    for one in result.published:
+        name = f"published of one core, batches of {one['blocks_per_batch']}"
+        found.append(Figure(name, one["blocks_per_second"], "blocks/s", one["bare"], more_is_better=True))
+    if latency := result.latency:
+        for name, key in (("publishing to a subscriber", "publish"), ("commit to a subscriber", "commit")):
+            found += [
+                Figure(f"{name}, {share}", latency[key][f"{share}_us"], "us", latency["bare"][f"{share}_us"])
+                for share in ("p50", "p99")
+            ]
+    if stall := result.stall:
+        hanging, free = stall["store_beside_a_stalled_subscriber"], stall["store"]
+        found.append(Figure("store while a subscriber hangs, p99", hanging["p99_us"], "us", free["p99_us"]))
+    for title, part in (("whole state", result.snapshot), ("from 0, as llm-d", result.catch_up)):
+        if part:
+            found.append(Figure(f"replay, {title}", part["seconds"], "s"))
+    return found
 
 
 def report(result: Result) -> Iterator[str]:
@@ -25,6 +50,17 @@ def report(result: Result) -> Iterator[str]:
             for one in result.forms
         ]
         yield from table(rows, right=("events/s", "bytes/block"))
+    if result.published:
+        yield ""
+        rows = [
+            {
+                "published of one core": f"batches of {one['blocks_per_batch']} blocks",
+                "blocks/s": f"{one['blocks_per_second']:,.0f}",
+                "bare PUB": f"{one['bare']:,.0f}",
+            }
+            for one in result.published
+        ]
+        yield from table(rows, right=("blocks/s", "bare PUB"))
     if latency := result.latency:
         yield ""
         yield (

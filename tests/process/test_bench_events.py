@@ -25,7 +25,10 @@ def bench(*words: str) -> str:
 
 
 def test_every_part_is_measured_and_no_block_or_number_is_missing() -> None:
-    result = json.loads(bench("--json"))
+    found = json.loads(bench("--json"))
+    assert all(figure["value"] > 0 for figure in found["figures"])
+    result = found["details"]
+    assert [one["blocks_per_batch"] for one in result["published"]] == [16, 256]
     sizes = {form["form"]: form["bytes_per_block"] for form in result["forms"]}
     assert sizes["array, no tokens"] < sizes["array"] < sizes["map"]
     assert sizes["map, no tokens"] < sizes["map"]

@@ -37,7 +37,7 @@ _shtab_kvtierd_bench_commands() {
   local _commands=(
     busy:'Time verbs with 16 keys and a bare echo, in turns on an idle daemon and while another engine stores: every store evicts from a full pool, is written to a full disk, which deletes, and is told to a subscriber that reads and to one that hangs. Ratios are to the idle daemon; what the bare echo loses is the machine'"'"'s.'
     clients:'Lookups of 16 resident keys, one on its way for each engine. Ratios are to the first count.'
-    events:'Measure: bytes and events a second of each form; the time from publishing to a subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine'"'"'s commit to it; what a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.'
+    events:'Measure: bytes and events a second of each form; how many blocks a second of one core are published; the time from publishing to a subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine'"'"'s commit to it; what a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.'
     footprint:'Start daemons with a pool of 64 MiB beside a bare interpreter that imports the same packages; then watch one that an engine and a subscriber are connected to.'
     pool:'Store 16 blocks (prepare, copy, commit; and evict, so that the next is a store again) and load them through the client, and in turns with that copy the same bytes in memory.'
     rpc:'Time verbs of the blocking client, and in turns with them a bare uvloop server that answers as many bytes with as many over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; there nothing is stored and only misses are looked up.'
@@ -97,12 +97,14 @@ _shtab_kvtierd_bench_clients_defaults_added=0
 
 _shtab_kvtierd_bench_events_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "*--part[measure this only (repeat for more\; default\: all)]:part:(forms latency stall snapshot catch-up)"
+  "*--part[measure this only (repeat for more\; default\: all)]:part:(forms published latency stall snapshot catch-up)"
   "--rate[batches a second (default\: 1000)]:rate:"
   "--seconds[of each timed part (default\: 4)]:seconds:"
   "--blocks[resident for the replays (default\: 1000000)]:blocks:"
   "--past[batches before the catch-up (default\: 10000000)]:past:"
   "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
 )
 
 # guard to ensure default positional specs are added only once per session

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import BlockAt, Write
-from kvtierd.core.model import BlockId, Departure
+from kvtierd.core.model import BlockId, BlockKey, Departure, block_ids
 from kvtierd.core.residency import Node, State, root_first
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
@@ -37,11 +37,12 @@ class Cascade:
             for space in self._stack.primary.spaces.values():
                 self.demote(space)
 
-    def want(self, ids: Iterable[BlockId], tiers: tuple[str, ...] | None) -> None:
+    def want(self, namespace: str, keys: Iterable[BlockKey], tiers: tuple[str, ...] | None) -> None:
         """Ask for copies of pool blocks in the named secondaries (``None``: all), root first."""
-        ids = list(ids)
+        ids: list[BlockId] = []
         for tier in self._stack.secondaries:
             if (tiers is None or tier.name in tiers) and not tier.spec.on_evict:
+                ids = ids or block_ids(namespace, keys)
                 self._enqueue(tier, ids)
                 self.pump(tier)
 
@@ -165,7 +166,7 @@ class Cascade:
         tier = operation.tier
         size = tier.in_flight
         for node, source, outcome in zip(operation.nodes, operation.sources, outcomes, strict=True):
-            self._stack.primary.unpin(source)
+            self._stack.primary.unpin((source,))
             tier.writing -= node.size
             tier.in_flight -= node.size
             node.pins -= 1

@@ -21,7 +21,7 @@ class Custody:
         """Hold pinned nodes until the engine's processes have spoken, and tell its sessions so."""
         held = self._sessions.quarantine(number, session, engine, nodes)
         if held is None:
-            self._unpin(nodes)
+            self._stack.primary.unpin(nodes)
             return
         for other in self._sessions.of_engine(engine):
             self._stack.answer(other.number, Revoked(id=0, fence=held.fence))
@@ -31,7 +31,7 @@ class Custody:
         held = self._sessions.quarantines.get(number)
         if held is not None and held.engine == engine:
             self._sessions.forget(held)
-            self._unpin(held.nodes)
+            self._stack.primary.unpin(held.nodes)
 
     def acknowledged(self, engine: str, process: bytes, fence: int) -> None:
         """Take a process's word that it copies nothing that was revoked up to ``fence``."""
@@ -46,8 +46,4 @@ class Custody:
 
     def _end(self, ended: Iterable[Quarantine]) -> None:
         for held in ended:
-            self._unpin(held.nodes)
-
-    def _unpin(self, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            self._stack.primary.unpin(node)
+            self._stack.primary.unpin(held.nodes)

@@ -105,12 +105,18 @@ def _check_slots(space: PoolSpace) -> None:
 
 
 def _check_set(blocks: ResidentSet) -> None:
-    children: dict[Link, int] = {}
+    children: Counter[tuple[str, Link | None]] = Counter()
     for node in blocks:
         _require(not node.gone, f"a node of the set is marked gone: {node}")
-        if node.parent is not None:
-            children[node.parent] = children.get(node.parent, 0) + 1
-    _require(children == blocks.children_counts(), "child counts differ from the blocks")
+        children[node.block.id.namespace, node.parent] += 1
+    owned = set()
+    for node in blocks:
+        name = (node.block.id.namespace, node.link)
+        owned.add(name)
+        _require(node.children == children[name], f"{node} has {children[name]} children, not as counted")
+    orphans = {name: count for name, count in children.items() if name not in owned and name[1] is not None}
+    counted = {(space, link): count for space, of in blocks.orphans().items() for link, count in of.items()}
+    _require(orphans == counted, "children without a parent are counted wrongly")
     if any(blocks.evictable(node) for node in blocks):
         _require(blocks.victim() is not None, "an evictable block is hidden from the policy")
 

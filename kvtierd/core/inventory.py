@@ -88,13 +88,10 @@ class Pages:
         resident = State.RESIDENT
         specs = [self._stack.primary.spec, *(tier.spec for tier in self._stack.secondaries)]
         space = self._stack.primary.spaces.get(namespace)
-        sets = [space.blocks if space is not None else (), *(tier.blocks for tier in self._stack.secondaries)]
-        for spec, blocks in zip(specs, sets, strict=True):
+        indexes = [tier.blocks.of(namespace) for tier in self._stack.secondaries]
+        for spec, index in zip(specs, [space.index if space is not None else {}, *indexes], strict=True):
             if only is None or spec.name == only:
-                yield (
-                    spec,
-                    [node for node in blocks if node.state is resident and node.link[0] == namespace],
-                )
+                yield spec, [node for node in index.values() if node.state is resident]
 
     def forget(self, session: int) -> None:
         """Drop a session's snapshot."""

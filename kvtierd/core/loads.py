@@ -33,7 +33,8 @@ class Waiting:
     deadline: float
     space: PoolSpace
     scope: tuple[str, ...] | None
-    rest: deque[BlockId]
+    keys: tuple[BlockKey, ...]
+    rest: deque[BlockKey]
     nodes: list[Node] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
@@ -49,6 +50,8 @@ class Loads:
         self.promotion = Promotion(stack, self._node_settled)
         self.probing = Probing(stack)
         self.waiting: dict[int, Waiting] = {}
+        self._waiters: dict[Node, list[int]] = {}
+        """Which loads wait for a block that is being promoted."""
         self._touched: set[int] = set()
         self._unfilled: set[int] = set()
         """Loads that wait for room to promote more; entries can be stale."""
@@ -254,7 +257,8 @@ class Loads:
             deadline=self._stack.now + request.deadline,
             space=self._stack.primary.spaces[session.namespace],
             scope=self._sources(request.scope),
-            rest=deque(block_ids(session.namespace, request.keys)),
+            keys=request.keys,
+            rest=deque(request.keys),
         )
         self._advance(load)
         if request.deadline and not self._settled(load):
@@ -267,24 +271,27 @@ class Loads:
 
     def _advance(self, load: Waiting) -> None:
         """Obtain the next blocks, in waves as the promotion budget has room; drop what cannot be had."""
-        space = load.space
-        while load.rest:
-            block_id = load.rest[0]
-            node = space.blocks.get(block_id)
-            if node is None and (tier := self.promotion.source(space, block_id, load.scope)) is not None:
-                if self.promotion.full(space):
+        space, rest, primary = load.space, load.rest, self._stack.primary.name
+        while rest:
+            node = space.index.get(rest[0])
+            if node is None:
+                block_id = BlockId(space.namespace, rest[0])
+                tier = self.promotion.source(space, block_id, load.scope)
+                if tier is not None and self.promotion.full(space):
                     break  # the next wave, when some of this one is there
-                node = self.promotion.start(space, block_id, tier)
+                node = None if tier is None else self.promotion.start(space, block_id, tier)
             if node is None or node.state is State.RESERVED:
-                load.rest.clear()
+                rest.clear()
                 break
-            load.rest.popleft()
+            rest.popleft()
             space.blocks.pin(node)
             self.promotion.claim(node)
             load.nodes.append(node)
-            load.sources.append(node.source if node.state is LOADING else self._stack.primary.name)
             if node.state is LOADING:
-                node.waiters.append(load.number)
+                load.sources.append(node.source)
+                self._waiters.setdefault(node, []).append(load.number)
+            else:
+                load.sources.append(primary)
         self.promotion.flush()
 
     @staticmethod
@@ -298,8 +305,7 @@ class Loads:
         return not load.rest
 
     def _node_settled(self, node: Node) -> None:
-        self._touched.update(node.waiters)
-        node.waiters = []
+        self._touched.update(self._waiters.pop(node, ()))
 
     def read(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
         """Take a read's outcomes and answer the loads that waited for it."""
@@ -335,15 +341,16 @@ class Loads:
         self.waiting.pop(load.number, None)
         self._unfilled.discard(load.number)
         primary = self._stack.primary
-        count = _leading(node.state is RESIDENT and not node.gone for node in load.nodes)
+        count = _leading([node.state is RESIDENT and not node.gone for node in load.nodes])
         nodes, sources = load.nodes[:count], load.sources[:count]
-        for node in load.nodes[count:]:
-            primary.unpin(node)
+        primary.unpin(load.nodes[count:])
+        touch = load.space.blocks.touch
         for node in reversed(nodes):  # so that the root ends as the most recent
-            primary.space_of(node).blocks.touch(node)
-            node.source = ""
-        for source in sources:
-            primary.counters[f"load_from_{source}"] += 1
+            touch(node)
+            if node.source:
+                node.source = ""
+        for source, number in Counter(sources).items():
+            primary.counters[f"load_from_{source}"] += number
         lease = self._lease(load.session, nodes, self._ttl, exposed=True, pinned=True) if nodes else 0
         self._stack.answer(
             load.session.number,
@@ -351,9 +358,9 @@ class Loads:
                 id=load.request,
                 lease=lease,
                 pool_id=self._stack.pool_id,
-                keys=tuple(node.block.id.key for node in nodes),
-                slots=tuple(node.slot for node in nodes),
-                generations=tuple(node.generation for node in nodes),
+                keys=load.keys[:count],
+                slots=tuple([node.slot for node in nodes]),
+                generations=tuple([node.generation for node in nodes]),
                 sources=tuple(sources),
             ),
         )
@@ -382,7 +389,7 @@ class Loads:
             del self._sessions.leases[lease.number]
             if lease.exposed:
                 self._sessions.let_go(lease.number)
-            self._unpin(lease.nodes)
+            self._stack.primary.unpin(lease.nodes)
         elif session.role is Role.SCHEDULER:
             self._custody.resolve(request.lease, session.engine)
         self._stack.answer(session.number, Done(id=request.id))
@@ -391,7 +398,7 @@ class Loads:
         """End a lease without its holder's word."""
         del self._sessions.leases[lease.number]
         if not lease.exposed:  # no slot was told to anybody
-            self._unpin(lease.nodes)
+            self._stack.primary.unpin(lease.nodes)
             return
         self._stack.primary.counters["leases_revoked"] += 1
         self._custody.quarantine(lease.number, lease.session, lease.engine, lease.nodes)
@@ -414,16 +421,12 @@ class Loads:
         """Drop the waiting loads of a closed session."""
         for load in [load for load in self.waiting.values() if load.session.number == number]:
             del self.waiting[load.number]
-            self._unpin(load.nodes)
+            self._stack.primary.unpin(load.nodes)
 
     def finish_all(self) -> None:
         """Answer every waiting load now."""
         for load in list(self.waiting.values()):
             self._finish(load)
-
-    def _unpin(self, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            self._stack.primary.unpin(node)
 
 
 def _source(node: Node | None) -> str:

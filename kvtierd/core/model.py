@@ -42,6 +42,7 @@ finds fastest and what takes the least memory (85 bytes with a SHA-256; a pair w
 """
 
 GROUP_BYTES = 4
+_GROUP_0 = bytes(GROUP_BYTES)
 WireKey = Annotated[BlockKey, Meta(min_length=1 + GROUP_BYTES, max_length=64 + GROUP_BYTES)]
 
 
@@ -57,7 +58,7 @@ def hash_of(key: BlockKey) -> bytes:
 
 def group_of(key: BlockKey) -> int:
     """Return a key's KV cache group."""
-    return int.from_bytes(key[-GROUP_BYTES:], "big")
+    return 0 if key.endswith(_GROUP_0) else int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 class BlockId(NamedTuple):

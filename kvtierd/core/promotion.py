@@ -139,7 +139,7 @@ class Promotion:
     def _settle_target(self, node: Node, outcome: Outcome) -> None:
         primary = self._stack.primary
         if outcome.status is Status.OK and not node.gone:
-            primary.publish(node)
+            primary.publish((node,))
             if node.pins == 1:  # nobody waits for it: the read's own pin becomes its grace
                 self.grace[node] = self._stack.now + GRACE
                 return
@@ -147,14 +147,14 @@ class Promotion:
             primary.abandon(node)
         self._settle_count(node)
         primary.space_of(node).promoting -= 1
-        primary.unpin(node)
+        primary.unpin((node,))
 
     def claim(self, node: Node) -> None:
         """End a promoted block's grace: it is being read, and pinned by the reader."""
         if self.grace.pop(node, None) is not None:
             self._settle_count(node)
             self._stack.primary.space_of(node).promoting -= 1
-            self._stack.primary.unpin(node)
+            self._stack.primary.unpin((node,))
 
     def _settle_count(self, node: Node) -> None:
         if node in self.counted:

@@ -15,7 +15,6 @@ from kvtierd.core.model import Block, BlockId, block_key
 from kvtierd.core.residency import Node, State
 from kvtierd.core.slots import Extent
 from kvtierd.core.spaces import make_space
-from kvtierd.core.tier import PoolSpace
 
 AWAIT = 60.0
 """Seconds for which the blocks of engines that are not back yet are kept from other layouts."""
@@ -48,13 +47,10 @@ def restore(
     ladder.sessions.resume(state.counters)
     ladder.stack.primary.ledger.on = True
     held = _known_holders(ladder, state)
-    used = _used_slots(state, held)
+    found = _nodes(state, known, held)
     for namespace, shaped in state.shapes.items():
-        _shape(ladder, namespace, shaped, used[namespace])
-    nodes: dict[int, Node] = {}
-    for slot, generation, block in state.blocks.values():
-        nodes[slot] = node = Node(known(block), State.RESIDENT, slot=slot, generation=generation)
-        _place(ladder.stack.primary.spaces[block.id.namespace], node)
+        _shape(ladder, shaped, found[namespace], held)
+    nodes = {slot: node for there in found.values() for slot, node in there.items()}
     ladder.stack.primary.restored(nodes.values())
     live = live or Live()
     for one in held:
@@ -83,29 +79,31 @@ def _known_holders(ladder: Ladder, state: PoolState) -> list[Held]:
     return [one for one in state.held.values() if one.engine in sessions.mapped]
 
 
-def _used_slots(state: PoolState, held: Sequence[Held]) -> dict[str, set[int]]:
-    used: dict[str, set[int]] = {namespace: set() for namespace in state.shapes}
+def _nodes(
+    state: PoolState, known: Callable[[Block], Block], held: Sequence[Held]
+) -> dict[str, dict[int, Node]]:
+    """Return each namespace's blocks by slot, in the order in which they came."""
+    found: dict[str, dict[int, Node]] = {namespace: {} for namespace in state.shapes}
     try:
-        for slot, placed in state.blocks.items():
-            used[placed.block.id.namespace].add(slot)
+        for slot, generation, block in state.blocks.values():
+            found[block.id.namespace][slot] = Node(known(block), State.RESIDENT, slot, generation)
         for one in held:
-            used[one.namespace].update(one.slots)
+            found[one.namespace]
     except KeyError as error:
         raise Inconsistent(f"a slot belongs to namespace {error}, which has no room") from None
-    return used
+    return found
 
 
-def _shape(ladder: Ladder, namespace: str, shaped: Shaped, used: set[int]) -> None:
+def _shape(ladder: Ladder, shaped: Shaped, nodes: dict[int, Node], held: Sequence[Held]) -> None:
     space = make_space(ladder.stack, shaped.layout)
-    if not space.arena.restore([Extent(*extent) for extent in shaped.extents], used):
-        raise Inconsistent(f"the slots of namespace {namespace} do not fit into the pool")
-    ladder.stack.primary.spaces[namespace] = space
-
-
-def _place(space: PoolSpace, node: Node) -> None:
-    if space.blocks.get(node.block.id) is not None:
-        raise Inconsistent(f"a block of namespace {space.namespace} is in two slots")
-    space.blocks.add(node)
+    kept = {slot for one in held if one.namespace == space.namespace for slot in one.slots}
+    if not space.arena.restore([Extent(*extent) for extent in shaped.extents], nodes.keys() | kept):
+        raise Inconsistent(f"the slots of namespace {space.namespace} do not fit into the pool")
+    ladder.stack.primary.spaces[space.namespace] = space
+    try:
+        space.blocks.fill(space.namespace, nodes.values())
+    except KeyError:
+        raise Inconsistent(f"a block of namespace {space.namespace} is in two slots") from None
 
 
 def _stand_in(ladder: Ladder, held: Held, nodes: dict[int, Node], reserved: set[int]) -> None:

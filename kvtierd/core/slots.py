@@ -33,6 +33,11 @@ class ExtentMap:
         """Units that no arena holds."""
         return sum(units for _, units in self._free)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no unit is free."""
+        return not self._free
+
     def has_run(self, units: int) -> bool:
         """Whether some free run has so many units."""
         return any(run >= units for _, run in self._free)
@@ -104,6 +109,8 @@ class Arena:
 
     def grow(self) -> bool:
         """Take one more extent from the pool; ``False`` when no run of one slot is left."""
+        if self._map.is_full:
+            return False
         wanted = max(self.slot_units, self._map.units // EXTENTS_PER_POOL)
         if self.room is not None:
             wanted = min(wanted, self.room())
@@ -125,9 +132,9 @@ class Arena:
 
     def take(self) -> int | None:
         """Take a free slot (its first unit), growing if need be."""
-        if not self._free and not self.grow():
-            return None
-        return self._free.pop()
+        if self._free or self.grow():
+            return self._free.pop()
+        return None
 
     def give(self, slot: int) -> None:
         """Give a slot back; nobody may touch its bytes any more."""
@@ -159,18 +166,16 @@ class Arena:
 
     def restore(self, extents: Sequence[Extent], used: Set[int]) -> bool:
         """Begin with these runs and used slots; ``False`` when that cannot be, and nothing is valid then."""
-        slots: set[int] = set()
         for extent in extents:
             if extent.units % self.slot_units or not self._map.claim(extent):
                 return False
-            slots.update(range(extent.start, extent.start + extent.units, self.slot_units))
-        if not used <= slots:
-            return False
+            self.slots += extent.units // self.slot_units
+            ours = range(extent.start, extent.start + extent.units, self.slot_units)
+            self._free += [slot for slot in ours if slot not in used]
+        self._free.sort(reverse=True)
         self.extents = list(extents)
-        self.slots = len(slots)
-        self._free = sorted(slots - used, reverse=True)
         self._changed = True
-        return True
+        return len(self._free) + len(used) == self.slots
 
     def free_list(self) -> tuple[int, ...]:
         """Return the free slots (for validation)."""

@@ -25,7 +25,8 @@ def make_space(stack: Stack, layout: Layout) -> PoolSpace:
     if primary.spec.shares:
         space.arena.room = lambda: primary.units_for(account)
     secondaries = stack.secondaries
-    space.blocks.spare = lambda block_id: any(block_id in tier.wanted for tier in secondaries)
+    if secondaries:
+        space.blocks.spare = lambda block_id: any(block_id in tier.wanted for tier in secondaries)
     return space
 
 

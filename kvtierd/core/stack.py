@@ -93,10 +93,13 @@ class Stack:
         slot = space.arena.take()
         if slot is None and reclaim(self, space):
             slot = space.arena.take()
-        if slot is None and (victim := space.blocks.victim()) is not None:
-            self.primary.forget(victim, Departure.CAPACITY)
-            slot = space.arena.take()
-        return slot
+        if slot is not None:
+            return slot
+        victim = space.blocks.victim()
+        if victim is None:
+            return None
+        self.primary.forget(victim, Departure.CAPACITY)
+        return space.arena.take()
 
     def touch(self, ids: Sequence[BlockId]) -> int:
         """Mark blocks as just used in every tier, the first one last; return how many residencies."""

@@ -8,7 +8,7 @@ from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
 from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, SkipReason, group_of
-from kvtierd.core.residency import Link, Node, State
+from kvtierd.core.residency import Link, Node, State, links_of
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Job, Session, Sessions
 from kvtierd.core.stack import Stack
@@ -37,29 +37,29 @@ class Stores:
     def prepare(self, session: Session, request: PrepareStore) -> None:
         """Reserve what can be reserved; what cannot is named with the reason."""
         space = self._stack.primary.spaces[session.namespace]
+        index, namespace, sizes = space.index, session.namespace, space.geometry.payload_bytes
         metas: Sequence[BlockMeta | None] = request.meta or (None,) * len(request.keys)
         reserved: dict[BlockKey, Node] = {}
         skipped: list[Skipped] = []
         refused: set[Link] = set()
         generation = self._stack.next_generation()
         for key, meta in zip(request.keys, metas, strict=True):
-            block = Block(
-                BlockId(session.namespace, key),
-                space.geometry.payload_bytes[group_of(key)],
-                meta,
-                session.dp_rank,
-            )
-            node = Node(block, State.RESERVED, generation=generation)
+            there = index.get(key)
+            if there is not None:
+                skipped.append(Skipped(key, self._present(space, there)))
+                continue
+            block = Block(BlockId(namespace, key), sizes[group_of(key)], meta, session.dp_rank)
+            node = Node(block, State.RESERVED, -1, generation, 0, 1)
             reason = self._reserve(space, node, refused)
             if reason is None:
                 reserved[key] = node
-                continue
-            skipped.append(Skipped(key, reason))
-            self._stack.primary.counters[f"store_skipped_{reason.value}"] += 1
-            if reason in (SkipReason.NO_ROOM, SkipReason.PARENT_REFUSED):
-                refused.add(node.link)
+            else:
+                skipped.append(Skipped(key, reason))
+        for skip in skipped:
+            self._stack.primary.counters[f"store_skipped_{skip.reason.value}"] += 1
         number = self._open_job(session, request, reserved, generation) if reserved else 0
-        self._copy_down(session, request, skipped)
+        if skipped:
+            self._copy_down(session, request, skipped)
         self._stack.answer(
             session.number,
             Prepared(
@@ -73,20 +73,23 @@ class Stores:
             ),
         )
 
+    @staticmethod
+    def _present(space: PoolSpace, node: Node) -> SkipReason:
+        if node.state is not State.RESIDENT:
+            return SkipReason.PENDING
+        space.blocks.touch(node)
+        return SkipReason.RESIDENT
+
     def _reserve(self, space: PoolSpace, node: Node, refused: set[Link]) -> SkipReason | None:
-        there = space.blocks.get(node.block.id)
-        if there is not None:
-            if there.state is not State.RESIDENT:
-                return SkipReason.PENDING
-            space.blocks.touch(there)
-            return SkipReason.RESIDENT
-        if node.parent in refused:
+        """Put a block into the set and give it a slot, or say why not; then it is among the refused."""
+        if refused and (links := links_of(node.block))[1] in refused:
+            refused.add(links[0])
             return SkipReason.PARENT_REFUSED
-        node.pins = 1
         space.blocks.add(node)  # from here on its parent is no candidate for eviction
         slot = self._stack.take_slot(space)
         if slot is None:
             space.blocks.remove(node)
+            refused.add(node.link)
             return SkipReason.NO_ROOM
         node.slot = slot
         return None
@@ -94,16 +97,15 @@ class Stores:
     def _copy_down(self, session: Session, request: PrepareStore, skipped: Sequence[Skipped]) -> None:
         """Let blocks that are in the pool, now or soon, reach the secondaries that this store asks for."""
         targets = self._targets(request)
-        ids = []
+        index = self._stack.primary.spaces[session.namespace].index
+        keys = []
         for skip in skipped:
-            block_id = BlockId(session.namespace, skip.key)
-            node = self._stack.primary.get(block_id)
+            node = index.get(skip.key)
             if node is not None and node.state in (State.RESIDENT, State.LOADING):
-                ids.append(block_id)
+                keys.append(skip.key)
             elif node is not None:
                 self._wishes.setdefault(node, set()).add(targets)
-        if ids:
-            self._cascade.want(ids, targets)
+        self._cascade.want(session.namespace, keys, targets)
 
     def _targets(self, request: PrepareStore) -> tuple[str, ...] | None:
         patterns = request.scope.store_to if request.scope is not None else None
@@ -139,18 +141,15 @@ class Stores:
             self._refuse(session, request.id, ErrorCode.STALE_POOL, "another pool or generation: not stored")
             return
         void = job.failed.union(request.failed)
-        stored = []
-        wishes: list[tuple[BlockId, tuple[str, ...] | None]] = []
-        for key, node in job.nodes.items():
-            if key not in void and not node.gone:
-                self._stack.primary.publish(node)
-                stored.append(key)
-                wishes += [(node.block.id, targets) for targets in self._wishes.get(node, ())]
+        stored = {key: node for key, node in job.nodes.items() if key not in void and not node.gone}
+        self._stack.primary.publish(stored.values())
+        wishes = [(node, self._wishes[node]) for node in stored.values() if node in self._wishes]
         self._end(job)
         self._stack.answer(session.number, Committed(id=request.id, stored=tuple(stored)))
-        self._cascade.want((BlockId(session.namespace, key) for key in stored), job.store_to)
-        for block_id, targets in wishes:
-            self._cascade.want([block_id], targets)
+        self._cascade.want(session.namespace, stored, job.store_to)
+        for node, wished in wishes:
+            for targets in wished:
+                self._cascade.want(session.namespace, [node.block.id.key], targets)
 
     def abort(self, session: Session, request: Abort) -> None:
         """End a job without storing; the slots are free, on the scheduler's word."""
@@ -177,10 +176,11 @@ class Stores:
         del self._sessions.jobs[job.number]
         self._sessions.let_go(job.number)
         for node in job.nodes.values():
-            self._wishes.pop(node, None)
-            if not node.gone and node.state is State.RESERVED:
+            if self._wishes:
+                self._wishes.pop(node, None)
+            if node.state is State.RESERVED and not node.gone:
                 self._stack.primary.abandon(node)
-            self._stack.primary.unpin(node)
+        self._stack.primary.unpin(job.nodes.values())
 
     def revoke(self, job: Job) -> None:
         """End a job without its scheduler's word: nothing is stored, the slots go into quarantine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvtierd.core.gate import Gate
@@ -64,9 +64,10 @@ class Tier:
 
     def announce(self, kind: EventKind, block: Block) -> None:
         """Queue one placement change, once per change."""
-        self.counters[kind.value] += 1
-        if self.spec.events:
-            self._queue.append(TierEvent(kind, self.name, self.spec.medium, self.spec.locality, block))
+        self.counters["stored" if kind is EventKind.STORED else "removed"] += 1
+        spec = self.spec
+        if spec.events:
+            self._queue.append(TierEvent(kind, spec.name, spec.medium, spec.locality, block))
 
     def count(self, why: Departure, account: Account) -> None:
         """Count a visible block that leaves, and whose it was."""
@@ -172,9 +173,10 @@ class PrimaryTier(Tier):
         node = self.get(block_id)
         return node if node is not None and node.state is State.RESIDENT else None
 
-    def unpin(self, node: Node) -> None:
-        """Take a pin away, wherever the node lives."""
-        self.space_of(node).unpin(node)
+    def unpin(self, nodes: Iterable[Node]) -> None:
+        """Take a pin of each away, wherever the nodes live."""
+        for node in nodes:
+            self.space_of(node).unpin(node)
 
     def forget(self, node: Node, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""
@@ -182,22 +184,29 @@ class PrimaryTier(Tier):
         space.drop(node)
         if node.state is State.RESIDENT:
             self.count(why, space.account)
-            self.ledger.note(Vacated(node.slot))
+            if self.ledger.on:
+                self.ledger.note(Vacated(node.slot))
             self.announce(EventKind.REMOVED, node.block)
 
     def abandon(self, node: Node) -> None:
         """Take a block away that nobody can see yet."""
         self.space_of(node).drop(node)
 
-    def publish(self, node: Node) -> None:
-        """Make a reserved or loading block visible and announce it."""
-        node.state = State.RESIDENT
-        self.ledger.note(Placed(node.slot, node.generation, node.block))
-        self.announce(EventKind.STORED, node.block)
+    def publish(self, nodes: Collection[Node]) -> None:
+        """Make reserved or loading blocks visible and announce them."""
+        for node in nodes:
+            node.state = State.RESIDENT
+        if self.ledger.on:
+            for node in nodes:
+                self.ledger.note(Placed(node.slot, node.generation, node.block))
+        self._tell("stored", nodes)
 
     def restored(self, nodes: Collection[Node]) -> None:
         """Queue blocks that were visible before the daemon started, as :meth:`publish` does for new ones."""
-        self.counters["restored"] += len(nodes)
+        self._tell("restored", nodes)
+
+    def _tell(self, counter: str, nodes: Collection[Node]) -> None:
+        self.counters[counter] += len(nodes)
         if self.spec.events:
             kind, name, medium, locality = EventKind.STORED, self.name, self.spec.medium, self.spec.locality
             self._queue += [TierEvent(kind, name, medium, locality, node.block) for node in nodes]
@@ -354,7 +363,7 @@ class SecondaryTier(Tier):
 
     def add(self, node: Node) -> None:
         """Put a block into the set, whatever its state, on its tenant's account."""
-        node.account = account = self.accounts.of(node.link[0])
+        node.account = account = self.accounts.of(node.block.id.namespace)
         account.held += node.size
         account.blocks += 1
         self.blocks.add(node)

@@ -1,5 +1,7 @@
 """Random lives of a resident set under every policy: a victim is evictable, and there is one if any is."""
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -56,8 +58,7 @@ def check(blocks: ResidentSet, spared: set[BlockId]) -> None:
     free = [node for node in evictable if node.block.id not in spared]
     if victim is not None and victim.block.id in spared:
         assert all(node in blocks._spared for node in free), "a spared one only before others are looked at"
-    children: dict[object, int] = {}
-    for node in blocks:
-        if node.parent is not None:
-            children[node.parent] = children.get(node.parent, 0) + 1
-    assert children == blocks.children_counts()
+    children = Counter(node.parent for node in blocks)
+    assert all(node.children == children.pop(node.link, 0) for node in blocks)
+    orphans = {link: count for link, count in children.items() if link is not None}
+    assert orphans == blocks.orphans().get("ns", {})

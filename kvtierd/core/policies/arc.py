@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from kvtierd.core.residency import Node
 
 
+_ONCE, _OFTEN = 0, 1
+
+
 class Side:
     """Blocks of one kind by last use; ``count`` has also those that cannot be evicted now."""
 
@@ -22,7 +25,7 @@ class Side:
 
 
 class Arc(Aging):
-    """``stamp``: number of the last use; ``shelf``: the side that the block is on.
+    """``stamp``: number of the last use; ``shelf``: the number of the block's side.
 
     The paper's cache size is the number of residents here, which is the same whenever something is evicted.
     """
@@ -32,6 +35,7 @@ class Arc(Aging):
         self._uses = 0
         self._once = Side()
         self._often = Side()
+        self._sides = (self._once, self._often)
         self._target = 0.0
         """How many blocks the side of blocks used once should have."""
 
@@ -46,12 +50,12 @@ class Arc(Aging):
         elif self._often.ghosts.take(node.block.id) is not None:
             self._target = max(self._target - max(1.0, once / often), 0.0)
         else:
-            self._put(node, self._once)
+            self._put(node, _ONCE)
             return
-        self._put(node, self._often)
+        self._put(node, _OFTEN)
 
-    def _put(self, node: Node, side: Side) -> None:
-        side.count += 1
+    def _put(self, node: Node, side: int) -> None:
+        self._sides[side].count += 1
         node.shelf = side
 
     def touched(self, node: Node) -> None:
@@ -62,28 +66,29 @@ class Arc(Aging):
         self._uses += 1
         node.stamp = self._uses
         if self._is_another_use(node):
-            node.shelf.count -= 1
-            self._put(node, self._often)
+            self._sides[node.shelf].count -= 1
+            self._put(node, _OFTEN)
         if offered:
             self.offer(node)
 
     def offer(self, node: Node) -> None:
         """Put the block where its last use belongs, on its side."""
         node.place = node.stamp
-        node.shelf.order.add(node.place, node)
+        self._sides[node.shelf].order.add(node.place, node)
 
     def withdraw(self, node: Node) -> None:
         """Take the block out of its side's order."""
-        node.shelf.order.remove(node.place)
+        self._sides[node.shelf].order.remove(node.place)
         node.place = -1
 
     def removed(self, node: Node, *, evicted: bool) -> None:
         """Remember an evicted block as a ghost of its side."""
         self.residents -= 1
-        node.shelf.count -= 1
+        side = self._sides[node.shelf]
+        side.count -= 1
         if evicted:
             size = self.residents + 1
-            node.shelf.ghosts.put(node.block.id, 0, size)
+            side.ghosts.put(node.block.id, 0, size)
             self._once.ghosts.trim(size - self._once.count)
             self._often.ghosts.trim(size - len(self._once.ghosts))
 

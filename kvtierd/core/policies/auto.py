@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvtierd.core.policies.base import Aging
 from kvtierd.core.policies.ghosts import Ghosts
-from kvtierd.core.policies.reuse import BUCKETS, ReuseTimes, age_bucket
+from kvtierd.core.policies.reuse import BUCKETS, ReuseTimes, age_bucket, bucket_start
 
 if TYPE_CHECKING:
     from kvtierd.core.residency import Node
@@ -33,14 +33,17 @@ _COMPARED = 8
 _GHOSTS = 1 << 16
 """Evicted names that are remembered at least, as long as they are not many times the blocks."""
 
+_ENDS = [bucket_start(bucket + 1) for bucket in range(BUCKETS)]
+"""Ages at which a block is too old for each bucket."""
+
 _last_use = attrgetter("touch")
 
 
 class Auto(Aging):
     """Shelves of evictable blocks, one for each class and age bucket, ordered by worth.
 
-    ``stamp``: the class; ``shelf``: the list that an offered block is on; ``place``: its index there;
-    ``hits``: uses since it was first seen, as far as it is remembered.
+    ``stamp``: the class; ``shelf``: the number of the list that an offered block is on; ``place``: its index
+    there; ``hits``: uses since it was first seen, as far as it is remembered.
     """
 
     def __init__(self) -> None:
@@ -50,7 +53,12 @@ class Auto(Aging):
         self._shelves: list[list[Node]] = [[] for _ in range(_CLASSES * BUCKETS)]
         self._next_lesson = _LESSON
         self._hand = (0, 0)
-        self._worst_first: list[list[Node]] = []
+        """Rank of a shelf and index on it: which block's age is looked at next."""
+        self._worst_first: list[int] = []
+        """Numbers of the shelves by rank."""
+        self._rank: list[int] = [0] * len(self._shelves)
+        self._filled = 0
+        """A bit for each rank whose shelf has blocks: the first one is found without a look at the others."""
         self._learn()
 
     def inserted(self, node: Node) -> None:
@@ -80,18 +88,23 @@ class Auto(Aging):
 
     def offer(self, node: Node) -> None:
         """Put the block on the shelf of its class and age."""
-        node.shelf = self._shelf_of(node)
-        node.place = len(node.shelf)
-        node.shelf.append(node)
+        node.shelf = number = node.stamp * BUCKETS + age_bucket(self.clock - node.touch)
+        shelf = self._shelves[number]
+        if not shelf:
+            self._filled |= 1 << self._rank[number]
+        node.place = len(shelf)
+        shelf.append(node)
 
     def withdraw(self, node: Node) -> None:
         """Take the block off its shelf; the shelf's last one gets its place."""
-        last = node.shelf.pop()
+        shelf = self._shelves[node.shelf]
+        last = shelf.pop()
         if last is not node:
-            node.shelf[node.place] = last
+            shelf[node.place] = last
             last.place = node.place
+        elif not shelf:
+            self._filled ^= 1 << self._rank[node.shelf]
         node.place = -1
-        node.shelf = None
 
     def removed(self, node: Node, *, evicted: bool) -> None:
         """Remember how often an evicted block was used; an insertion that came to nothing is undone."""
@@ -104,19 +117,18 @@ class Auto(Aging):
 
     def victim(self) -> Node | None:
         """Return a block of the worst shelf that has any: of the first few there, the oldest."""
-        self._age()
-        while (shelf := self._worst()) is not None:
-            node = min(shelf[:_COMPARED], key=_last_use)
-            if self._shelf_of(node) is shelf:
+        if self._filled:
+            self._age()
+        while self._filled:
+            node = min(self._shelves[self._worst_first[_first(self._filled)]][:_COMPARED], key=_last_use)
+            if not self._outgrew(node):
                 return node
-            self._reshelve(node)  # it is older than its shelf by now
+            self._reshelve(node)
         return None
 
-    def _worst(self) -> list[Node] | None:
-        return next(filter(None, self._worst_first), None)
-
-    def _shelf_of(self, node: Node) -> list[Node]:
-        return self._shelves[node.stamp * BUCKETS + age_bucket(self.clock - node.touch)]
+    def _outgrew(self, node: Node) -> bool:
+        """Whether an offered block is older than its shelf by now; its class is always right."""
+        return self.clock - node.touch >= _ENDS[node.shelf % BUCKETS]
 
     def _reshelve(self, node: Node) -> None:
         self.withdraw(node)
@@ -128,28 +140,32 @@ class Auto(Aging):
         order = sorted(
             product(range(_CLASSES), range(BUCKETS)), key=lambda at: (worth[at[0]][at[1]], -at[1], at[0])
         )
-        self._worst_first = [self._shelves[kind * BUCKETS + bucket] for kind, bucket in order]
+        self._worst_first = [kind * BUCKETS + bucket for kind, bucket in order]
+        self._filled = 0
+        for rank, number in enumerate(self._worst_first):
+            self._rank[number] = rank
+            if self._shelves[number]:
+                self._filled |= 1 << rank
 
     def _age(self) -> None:
         """Move a few blocks on that outgrew their shelf; the hand goes round over all shelves."""
-        if self._worst() is None:
-            return
-        number, at = self._hand
+        rank, at = self._hand
         for _ in range(_RESHELVED):
-            shelf = self._shelves[number]
+            shelf = self._shelves[self._worst_first[rank]]
             if at >= len(shelf):
-                number, at = self._next_shelf(number), 0
-                continue
-            if self._shelf_of(shelf[at]) is shelf:
-                at += 1
-            else:
+                rank, at = self._next(rank), 0
+            elif self._outgrew(shelf[at]):
                 self._reshelve(shelf[at])
-        self._hand = (number, at)
+            else:
+                at += 1
+        self._hand = (rank, at)
 
-    def _next_shelf(self, number: int) -> int:
-        """Return the number of the next shelf, round the end, that has a block."""
-        count = len(self._shelves)
-        for step in range(1, count + 1):
-            if self._shelves[(number + step) % count]:
-                return (number + step) % count
-        return number
+    def _next(self, rank: int) -> int:
+        """Return the rank of the next shelf, round the end, that has a block."""
+        higher = self._filled >> rank + 1
+        return rank + 1 + _first(higher) if higher else _first(self._filled)
+
+
+def _first(bits: int) -> int:
+    """Return the number of the lowest bit that is set."""
+    return (bits & -bits).bit_length() - 1

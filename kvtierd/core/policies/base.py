@@ -1,6 +1,6 @@
 """What an eviction policy is told and asked; the structure around it is :mod:`kvtierd.core.residency`'s.
 
-A policy keeps its own notes on a node in three slots that nobody else reads: ``stamp``, ``shelf`` and
+A policy keeps its own notes on a node in three numbers that nobody else reads: ``stamp``, ``shelf`` and
 ``place``. ``place`` is -1 exactly while the block is not offered for eviction. Time is counted in insertions,
 so that it runs with the pressure on the tier and stands still with it.
 """

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvtierd.core.model import BlockId, hash_of
+from kvtierd.core.model import GROUP_BYTES, BlockId
 
 BUCKETS = 96
 """Ages below 2^49, which no block reaches."""
@@ -27,6 +27,8 @@ _PRIOR = 32.0
 
 _HASH_SPAN = 1 << 32
 _MIX = 0x9E3779B1
+_SALIENT = slice(-4 - GROUP_BYTES, -GROUP_BYTES)
+"""The last bytes of a key's hash."""
 
 
 def age_bucket(age: int) -> int:
@@ -36,12 +38,13 @@ def age_bucket(age: int) -> int:
     return 2 * bits - 4 + (age >> (bits - 2) & 1)
 
 
-def _bucket_start(bucket: int) -> int:
+def bucket_start(bucket: int) -> int:
+    """Return the lowest age of a bucket."""
     half, odd = divmod(bucket, 2)
     return (2 + odd << half) - 2
 
 
-_WIDTHS = [_bucket_start(bucket + 1) - _bucket_start(bucket) for bucket in range(BUCKETS)]
+_WIDTHS = [bucket_start(bucket + 1) - bucket_start(bucket) for bucket in range(BUCKETS)]
 
 
 def worth_by_age(hits: Sequence[float], losses: Sequence[float]) -> list[float]:
@@ -127,4 +130,4 @@ def _smoothed(row: Sequence[float]) -> list[float]:
 
 def _mixed(block_id: BlockId) -> int:
     """Return a number below ``_HASH_SPAN`` that depends on nothing but the name."""
-    return int.from_bytes(hash_of(block_id.key)[-4:], "big") * _MIX % _HASH_SPAN
+    return int.from_bytes(block_id[1][_SALIENT], "big") * _MIX % _HASH_SPAN

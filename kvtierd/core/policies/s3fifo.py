@@ -15,6 +15,7 @@ from kvtierd.core.policies.order import Order
 if TYPE_CHECKING:
     from kvtierd.core.residency import Node
 
+_SMALL, _MAIN = 0, 1
 _MOST_USES = 3
 _PASSED = 2
 """Uses that end a block's probation well."""
@@ -24,13 +25,12 @@ _SECOND_CHANCES = 256
 
 
 class S3Fifo(Aging):
-    """``stamp``: place in the queue; ``shelf``: the queue; ``hits``: uses that are worth a second chance."""
+    """``stamp``: place in the queue; ``shelf``: which queue; ``hits``: uses worth a second chance."""
 
     def __init__(self) -> None:
         super().__init__()
         self._arrivals = 0
-        self._small = Order()
-        self._main = Order()
+        self._queues = (Order(), Order())
         self._in_small = 0
         self._ghosts = Ghosts()
 
@@ -39,10 +39,10 @@ class S3Fifo(Aging):
         self._arrive(node)
         known = self._ghosts.take(node.block.id) is not None
         node.hits = 0
-        self._enqueue(node, self._main if known else self._small)
+        self._enqueue(node, _MAIN if known else _SMALL)
         self._in_small += not known
 
-    def _enqueue(self, node: Node, queue: Order) -> None:
+    def _enqueue(self, node: Node, queue: int) -> None:
         self._arrivals += 1
         node.stamp = self._arrivals
         node.shelf = queue
@@ -55,17 +55,17 @@ class S3Fifo(Aging):
     def offer(self, node: Node) -> None:
         """Make the block a candidate at its place in its queue."""
         node.place = node.stamp
-        node.shelf.add(node.place, node)
+        self._queues[node.shelf].add(node.place, node)
 
     def withdraw(self, node: Node) -> None:
         """Make the block no candidate."""
-        node.shelf.remove(node.place)
+        self._queues[node.shelf].remove(node.place)
         node.place = -1
 
     def removed(self, node: Node, *, evicted: bool) -> None:
         """Remember a block that failed its probation."""
         self.residents -= 1
-        if node.shelf is self._small:
+        if node.shelf == _SMALL:
             self._in_small -= 1
             if evicted:
                 self._ghosts.put(node.block.id, 0, self.residents + 1)
@@ -74,19 +74,19 @@ class S3Fifo(Aging):
         """Return the first unused block of the queue whose turn it is; used ones get their second chance."""
         for _ in range(_SECOND_CHANCES):
             node = self._head()
-            if node is None or node.hits < (_PASSED if node.shelf is self._small else 1):
+            if node is None or node.hits < (_PASSED if node.shelf == _SMALL else 1):
                 return node
             self.withdraw(node)
-            if node.shelf is self._small:
+            if node.shelf == _SMALL:
                 self._in_small -= 1
                 node.hits = 0
             else:
                 node.hits -= 1
-            self._enqueue(node, self._main)
+            self._enqueue(node, _MAIN)
             self.offer(node)
         return self._head()
 
     def _head(self) -> Node | None:
         small_first = self._in_small * 10 > self.residents
-        first, second = (self._small, self._main) if small_first else (self._main, self._small)
+        first, second = self._queues if small_first else reversed(self._queues)
         return first.first() or second.first()

@@ -8,7 +8,7 @@ STAMP  := .stamp
 PIP    := -m pip install --quiet --disable-pip-version-check
 LIMITS := tests/requirements/constraints.txt
 
-.PHONY: demo test lint unit object engine router deploy soak bench manifests generated clean help
+.PHONY: demo test lint unit object engine router deploy soak bench bench-all manifests generated clean help
 
 help:
 	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
@@ -21,7 +21,7 @@ help:
 	@echo "make router  the real routers' tests (NVIDIA Dynamo's indexer and vLLM's router)"
 	@echo "make deploy  the deployment files: linters, schemas, and where the tools are a built image in a pod of sandboxes"
 	@echo "make soak    half an hour of everything that may happen at once (KVTIERD_SOAK_SECONDS: other than 1800)"
-	@echo "make bench   round trip of the engine socket beside a bare echo"
+	@echo "make bench   measure everything briefly and hold it against the goals (bench-all: at length)"
 	@echo "make clean   remove the virtual environments"
 
 # The demo needs the daemon alone, so its environment is made first and is small.
@@ -119,7 +119,10 @@ soak: $(VENV)/$(STAMP)-test
 	KVTIERD_KILLS=200 KVTIERD_SOAK_SECONDS=$${KVTIERD_SOAK_SECONDS:-1800} $(BIN)/pytest -m soak -p no:randomly -o faulthandler_timeout=0
 
 bench: $(VENV)/$(STAMP)-run
-	$(BIN)/kvtierd bench rpc
+	$(BIN)/kvtierd bench all --short $(ARGS)
+
+bench-all: $(VENV)/$(STAMP)-run
+	$(BIN)/kvtierd bench all $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venvs

@@ -22,6 +22,7 @@ def add_parser(subparsers: Any) -> None:
     _add_footprint(benches)
     _add_tiers(benches)
     add_events(benches)
+    _add_all(benches)
     parser.set_defaults(run=run)
 
 
@@ -139,6 +140,19 @@ def _add_tiers(benches: Any) -> None:
     add_output(tiers)
 
 
+def _add_all(benches: Any) -> None:
+    every = benches.add_parser(
+        "all",
+        help="everything, held against the project's goals",
+        description="Run every bench (minutes, even with --short) and print each goal with what came. Goals"
+        " are for a machine that does nothing else.",
+    )
+    every.add_argument("--short", action="store_true", help="less of everything")
+    every.add_argument("--part", action="append", metavar="NAME", help="only this (repeat for more)")
+    every.add_argument("--path", metavar="DIR", default=".", help="where files are written (default: .)")
+    add_output(every)
+
+
 def size(text: str) -> int:
     """Read a size in bytes; named for argparse's message about a bad one."""
     from kvtierd.config.units import parse_size
@@ -150,7 +164,30 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen measurement and print it."""
     if args.bench == "events":
         return int(args.run_bench(args))
+    if args.bench == "all":
+        return _run_all(args)
     return _run_tiers(args) if args.bench == "tiers" else _run_figures(args)
+
+
+def _run_all(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from kvtierd.cli import bench_all
+    from kvtierd.errors import ConfigError, ExitCode
+
+    parts = args.part or tuple(bench_all.PARTS)
+    if unknown := [part for part in parts if part not in bench_all.PARTS]:
+        raise ConfigError(f"no part {unknown[0]!r}: there are {', '.join(bench_all.PARTS)}")
+    effort = bench_all.SHORT if args.short else bench_all.FULL
+    found = bench_all.measure(effort, parts, Path(args.path))
+    show(
+        args,
+        "all",
+        list(found.figures.values()),
+        report=bench_all.report(found),
+        details=bench_all.details(found),
+    )
+    return ExitCode.OK
 
 
 def _run_figures(args: argparse.Namespace) -> int:

@@ -54,6 +54,19 @@ def test_a_bench_prints_figures_that_a_later_run_compares_itself_with(name, tmp_
     assert set(names) <= set(drawn)
 
 
+def test_all_of_it_is_held_against_the_goals(tmp_path) -> None:
+    done = bench("all", "--short", "--part", "footprint", "--part", "clients", "--path", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["what", "goal", "measured"]
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "start to a listening socket",
+        "idle RSS beside the pool",
+        "idle processor, of a core",
+    ]
+    assert bench("all", "--part", "nothing").returncode == 78
+
+
 def test_a_result_of_another_bench_is_not_compared_with(tmp_path) -> None:
     old = tmp_path / "old.json"
     old.write_text('{"format": 1, "bench": "pool", "figures": []}')

@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_kvtierd_events_subparsers=(tail watch)
-_shtab_kvtierd_bench_subparsers=(rpc pool scale clients busy footprint tiers events)
+_shtab_kvtierd_bench_subparsers=(rpc pool scale clients busy footprint tiers events all)
 _shtab_kvtierd_subparsers=(serve check schema status top inventory log-level reset evict drain reload gc verify events replay demo bench completion version)
 
 _shtab_kvtierd_serve_option_strings=(-h --help --config --takeover --log-level --log-format --paranoid)
@@ -35,6 +35,7 @@ _shtab_kvtierd_bench_busy_option_strings=(-h --help --block-bytes --rate --secon
 _shtab_kvtierd_bench_footprint_option_strings=(-h --help --seconds --json --compare --plot)
 _shtab_kvtierd_bench_tiers_option_strings=(-h --help --path --url --endpoint --region --block-bytes --total --rounds --io --cold --depth --json --compare --plot)
 _shtab_kvtierd_bench_events_option_strings=(-h --help --part --rate --seconds --blocks --past --json --compare --plot)
+_shtab_kvtierd_bench_all_option_strings=(-h --help --short --part --path --json --compare --plot)
 _shtab_kvtierd_bench_option_strings=(-h --help)
 _shtab_kvtierd_completion_option_strings=(-h --help)
 _shtab_kvtierd_version_option_strings=(-h --help --json)
@@ -48,7 +49,7 @@ _shtab_kvtierd_log_level_pos_0_choices=(debug info warning error)
 _shtab_kvtierd_events_pos_0_choices=(tail watch)
 _shtab_kvtierd_bench_tiers___io_choices=(auto direct buffered)
 _shtab_kvtierd_bench_events___part_choices=(forms published latency stall snapshot catch-up)
-_shtab_kvtierd_bench_pos_0_choices=(rpc pool scale clients busy footprint tiers events)
+_shtab_kvtierd_bench_pos_0_choices=(rpc pool scale clients busy footprint tiers events all)
 _shtab_kvtierd_completion_pos_0_choices=(bash zsh)
 _shtab_kvtierd_pos_0_choices=(serve check schema status top inventory log-level reset evict drain reload gc verify events replay demo bench completion version)
 
@@ -145,6 +146,10 @@ _shtab_kvtierd_bench_tiers___json_nargs=0
 _shtab_kvtierd_bench_events__h_nargs=0
 _shtab_kvtierd_bench_events___help_nargs=0
 _shtab_kvtierd_bench_events___json_nargs=0
+_shtab_kvtierd_bench_all__h_nargs=0
+_shtab_kvtierd_bench_all___help_nargs=0
+_shtab_kvtierd_bench_all___short_nargs=0
+_shtab_kvtierd_bench_all___json_nargs=0
 _shtab_kvtierd_bench_pos_0_nargs=A...
 _shtab_kvtierd_bench__h_nargs=0
 _shtab_kvtierd_bench___help_nargs=0

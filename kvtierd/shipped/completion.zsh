@@ -35,6 +35,7 @@ _shtab_kvtierd_commands() {
 
 _shtab_kvtierd_bench_commands() {
   local _commands=(
+    all:'Run every bench (minutes, even with --short) and print each goal with what came. Goals are for a machine that does nothing else.'
     busy:'Time verbs with 16 keys and a bare echo, in turns on an idle daemon and while another engine stores: every store evicts from a full pool, is written to a full disk, which deletes, and is told to a subscriber that reads and to one that hangs. Ratios are to the idle daemon; what the bare echo loses is the machine'"'"'s.'
     clients:'Lookups of 16 resident keys, one on its way for each engine. Ratios are to the first count.'
     events:'Measure: bytes and events a second of each form; how many blocks a second of one core are published; the time from publishing to a subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine'"'"'s commit to it; what a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.'
@@ -69,6 +70,19 @@ _shtab_kvtierd_bench_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvtierd_bench_defaults_added=0
+
+_shtab_kvtierd_bench_all_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--short[less of everything]"
+  "*--part[only this (repeat for more)]:NAME:"
+  "--path[where files are written (default\: .)]:DIR:"
+  "--json[print one JSON object]"
+  "--compare[an earlier run\'s JSON to compare with]:OLD:"
+  "--plot[write a chart of the ratios, or values]:SVG:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvtierd_bench_all_defaults_added=0
 
 _shtab_kvtierd_bench_busy_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -485,6 +499,7 @@ _shtab_kvtierd_bench() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_kvtierd_bench-$line[1]:"
       case $line[1] in
+        all) _arguments -C -s $_shtab_kvtierd_bench_all_options ;;
         busy) _arguments -C -s $_shtab_kvtierd_bench_busy_options ;;
         clients) _arguments -C -s $_shtab_kvtierd_bench_clients_options ;;
         events) _arguments -C -s $_shtab_kvtierd_bench_events_options ;;

@@ -8,7 +8,7 @@ STAMP  := .stamp
 PIP    := -m pip install --quiet --disable-pip-version-check
 LIMITS := tests/requirements/constraints.txt
 
-.PHONY: demo test lint unit object engine router deploy soak bench bench-all manifests generated clean help
+.PHONY: demo test lint unit object engine router deploy soak bench bench-all bench-peers manifests generated clean help
 
 help:
 	@echo "make demo    set up, run the daemon and a workload, check every byte and the event stream"
@@ -22,6 +22,7 @@ help:
 	@echo "make deploy  the deployment files: linters, schemas, and where the tools are a built image in a pod of sandboxes"
 	@echo "make soak    half an hour of everything that may happen at once (KVTIERD_SOAK_SECONDS: other than 1800)"
 	@echo "make bench   measure everything briefly and hold it against the goals (bench-all: at length)"
+	@echo "make bench-peers  kvtierd beside its rivals in one run: table and chart in bench-results (OUT: elsewhere)"
 	@echo "make clean   remove the virtual environments"
 
 # The demo needs the daemon alone, so its environment is made first and is small.
@@ -49,6 +50,17 @@ $(VENV)/$(STAMP)-test: $(VENV)/$(STAMP)-run
 .venvs/sglang/$(STAMP): tests/requirements/sglang.txt .venvs/vllm/$(STAMP)
 	rm -rf .venvs/sglang
 	.venvs/vllm/bin/python $(PIP) --no-deps --no-cache-dir --no-compile --target .venvs/sglang -r $<
+	@touch $@
+
+# Rivals, for the comparison alone. LMCache lies over vLLM's environment, whose torch it takes.
+.venvs/lmcache/$(STAMP): tests/requirements/lmcache.txt .venvs/vllm/$(STAMP)
+	rm -rf .venvs/lmcache
+	.venvs/vllm/bin/python $(PIP) --no-deps --no-cache-dir --no-compile --target .venvs/lmcache -r $<
+	@touch $@
+
+.venvs/openlake/$(STAMP): tests/requirements/openlake.txt
+	$(PYTHON) -m venv .venvs/openlake
+	.venvs/openlake/bin/python $(PIP) --no-cache-dir -r $<
 	@touch $@
 
 .venvs/dynamo/$(STAMP): tests/requirements/dynamo.txt
@@ -123,6 +135,9 @@ bench: $(VENV)/$(STAMP)-run
 
 bench-all: $(VENV)/$(STAMP)-run
 	$(BIN)/kvtierd bench all $(ARGS)
+
+bench-peers: $(VENV)/$(STAMP)-test .venvs/vllm/$(STAMP) .venvs/lmcache/$(STAMP) .venvs/openlake/$(STAMP)
+	$(BIN)/python -m tests.bench --out $(or $(OUT),bench-results) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venvs

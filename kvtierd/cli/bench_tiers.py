@@ -150,7 +150,7 @@ def measure_folder(path: Path, settings: Settings) -> list[Result]:
         TierError: the folder cannot be used.
     """
     try:
-        folder = Path(tempfile.mkdtemp(prefix="kvtierd-bench-", dir=path))
+        folder = Path(tempfile.mkdtemp(prefix="kvtierd-bench-", dir=path.resolve()))
     except OSError as error:
         raise TierError("bench", f"cannot use {path}: {error.strerror}") from None
     try:
@@ -199,7 +199,8 @@ def _run(coroutine: Any) -> Result:
 
 
 @contextlib.asynccontextmanager
-async def _bench(tier: StorageTier, arena: Arena) -> AsyncIterator[Bench]:
+async def opened(tier: StorageTier, arena: Arena) -> AsyncIterator[Bench]:
+    """Give a tier's bench, whose blocks are those of the arena; closed at the end."""
     backend = make_backend(tier)
     backend.open()
     bench = Bench(tier, backend, arena)
@@ -217,7 +218,7 @@ async def _folder_rounds(
     result = Result(place, block_bytes, count, tier.readers, tier.writers)
     with Arena(block_bytes, count) as arena:
         plain = copies.PlainFiles(folder, arena, writers=tier.writers, readers=tier.readers)
-        async with _bench(tier, arena) as bench:
+        async with opened(tier, arena) as bench:
             for _ in range(settings.rounds):
                 _memory(result, arena)
                 with timed(result.list_of("plain write")):
@@ -259,7 +260,7 @@ async def _store_rounds(tier: ObjectTier, block_bytes: int, settings: Settings) 
     prefix = tier.url.rpartition("/")[2]
     raw = RawClient(require_obstore(tier.name), connect(tier), f"{prefix}-raw")
     with Arena(block_bytes, count) as arena:
-        async with _bench(tier, arena) as bench:
+        async with opened(tier, arena) as bench:
             for _ in range(settings.rounds):
                 _memory(result, arena)
                 try:

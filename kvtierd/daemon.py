@@ -250,6 +250,7 @@ class Daemon:
         return EngineServer(
             self.tier_file.runtime_dir / name,
             turn=self.turn,
+            glance=self._glance,
             status=self.report.status,
             survey=self._begin_survey if pool is None else None,
             orders=self.orders.table if pool is None else None,
@@ -290,6 +291,12 @@ class Daemon:
         )
 
     # -- turns --------------------------------------------------------------------------------------
+
+    def _glance(self, session: int, request: stimuli.Request) -> effects.Reply | None:
+        """Answer without a turn what changes nothing, so that there is nothing to record, prove or tell."""
+        if self._ladder is None or self._failure is not None or self._trail.wordy:
+            return None
+        return self._ladder.glance(session, request)
 
     def turn(self, batch: Sequence[stimuli.Stimulus]) -> None:
         """Run stimuli through the ladder, carry the effects out and publish the events."""

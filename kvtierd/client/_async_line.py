@@ -6,10 +6,10 @@ No task runs in the background: the loop's reader callback takes answers and not
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvtierd.client import _forks
 from kvtierd.client._base import CLIENT_NAME
 from kvtierd.client._channel import LOST, Channel
 from kvtierd.client._link import (
@@ -47,7 +47,7 @@ class AsyncLine:
         self.closed = False
         self._backoff = backoff
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
+        self._forks = _forks.count
         self._futures: dict[int, asyncio.Future[Reply | None]] = {}
         self._settled: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -93,7 +93,7 @@ class AsyncLine:
     def close(self) -> None:
         """Close the socket; no verb connects again."""
         self.closed = True
-        if self._pid == os.getpid():
+        if self._forks == _forks.count:
             self._unhook()
         self.channel.drop()
         self._release_waiters()
@@ -101,7 +101,7 @@ class AsyncLine:
     def _bind(self) -> None:
         """Start anew in a forked child or on another loop: the old connection is of no use there."""
         loop = asyncio.get_running_loop()
-        forked = self._pid != os.getpid()
+        forked = self._forks != _forks.count
         if loop is self._loop and not forked:
             return
         if self._loop is not None:
@@ -114,7 +114,7 @@ class AsyncLine:
             self._backoff.succeeded()
             if forked:
                 self.link.forget()
-        self._loop, self._pid = loop, os.getpid()
+        self._loop, self._forks = loop, _forks.count
 
     def _open(self) -> bool:
         """Begin a connection if the backoff allows it; True while one is on its way."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import select
 import socket
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
+from kvtierd.client import _forks
 from kvtierd.client._base import CLIENT_NAME
 from kvtierd.client._channel import LOST, Channel
 from kvtierd.client._link import (
@@ -56,7 +56,7 @@ class Line:
         self._poller = select.poll()
         self._polled: tuple[socket.socket, int] | None = None
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._forks = _forks.count
         self.closed = False
 
     def connect(self, wait: float) -> bool:
@@ -71,16 +71,18 @@ class Line:
         Raises:
             RequestRefused: the request was a mistake.
         """
-        self._after_fork()
-        until = time.monotonic() + self.deadline + verb.patience
-        if not self._lock.acquire(timeout=self.deadline + verb.patience):
+        if self._forks != _forks.count:
+            self._after_fork()
+        link, patience = self.link, self.deadline + verb.patience
+        until = time.monotonic() + patience
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=patience):
             return Miss(LATE)
         try:
-            if not self._ready(min(RECONNECT_WAIT, self.deadline)):
+            if link.phase is not Phase.READY and not self._ready(min(RECONNECT_WAIT, self.deadline)):
                 return Miss(AWAY)
-            if verb.epoch is not None and verb.epoch != self.link.epoch:
+            if verb.epoch is not None and verb.epoch != link.epoch:
                 return Miss(STALE)
-            if self._overdue():
+            if link.overdue and self._overdue():
                 return self._leave(verb)
             return self._exchange(verb, until)
         except LOST:
@@ -162,9 +164,9 @@ class Line:
 
     def _after_fork(self) -> None:
         """In a forked child: leave the parent's connection alone and start anew."""
-        if self._pid == os.getpid():
+        if self._forks == _forks.count:
             return
-        self._pid = os.getpid()
+        self._forks = _forks.count
         self._lock = threading.Lock()  # the parent's may be held by a thread that does not exist here
         self._answers.clear()
         self.channel.drop()
@@ -199,9 +201,8 @@ class Line:
         return False
 
     def _overdue(self) -> bool:
-        """Whether the daemon owes an answer past its deadline and has still not said a word."""
-        if self.link.overdue:
-            self._pump(time.monotonic() + OVERDUE_WAIT)
+        """Whether the daemon, which owes an answer past its deadline, still says no word."""
+        self._pump(time.monotonic() + OVERDUE_WAIT)
         return self.link.overdue
 
     def _leave(self, verb: Verb[R]) -> Miss:
@@ -213,25 +214,35 @@ class Line:
         return Miss(LATE)
 
     def _exchange(self, verb: Verb[R], until: float) -> R | Miss:
-        request = self.link.ask(verb.build)
+        link, channel = self.link, self.channel
+        request = link.ask(verb.build)
         try:
+            if channel.flush() and (left := until - time.monotonic()) > _LEAST_WAIT:
+                data = channel.read(left)  # nearly always the answer, all of it and nothing else
+                if data is not None:
+                    if (reply := link.single(request, data)) is not None:
+                        return outcome(verb, reply)
+                    self._keep(channel.take(data))
             while request not in self._answers:
-                if not self.channel.flush():
+                if not channel.flush():
                     if not self._wait(select.POLLIN | select.POLLOUT, until):
                         raise ConnectionAbortedError("the daemon does not read")
                     self._take()
                 elif not self._pump(until) or (time.monotonic() > until and request not in self._answers):
-                    self.link.abandon(request, late=True)
+                    link.abandon(request, late=True)
                     return Miss(LATE)
             return outcome(verb, self._answers.pop(request))
         finally:
-            self.link.abandon(request)
+            link.abandon(request)
 
     def _pump(self, until: float) -> bool:
         """Read once, as soon as there is something; False when ``until`` comes first."""
         left = until - time.monotonic()
-        if left > _LEAST_WAIT:
-            return self._keep(self.channel.wait(left))
+        if left > _LEAST_WAIT and self.link.ready:
+            data = self.channel.read(left)
+            if data is not None:
+                self._keep(self.channel.take(data))
+            return data is not None
         if not self._wait(select.POLLIN, until):
             return False
         self._take()
@@ -240,13 +251,10 @@ class Line:
     def _take(self) -> None:
         self._keep(self.channel.receive())
 
-    def _keep(self, replies: Iterable[Reply] | None) -> bool:
-        if replies is None:
-            return False
+    def _keep(self, replies: Iterable[Reply]) -> None:
         for reply in replies:
             self._answers[reply.id] = reply
         self.channel.flush()  # what a late answer handed out goes back
-        return True
 
     def _wait(self, events: int, until: float) -> bool:
         assert self.channel.sock is not None

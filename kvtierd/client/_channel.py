@@ -34,7 +34,7 @@ class Channel:
         self.sock: socket.socket | None = None
         self._path = path
         self._patience = 0.0
-        """Seconds that the kernel waits in a read of :meth:`exchange`."""
+        """Seconds that the kernel waits in :meth:`read`."""
         self._descriptors: list[int] = []
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
@@ -53,22 +53,34 @@ class Channel:
         except OSError:
             sock.close()
             raise
-        sock.setblocking(True)  # so that :meth:`exchange` can wait inside a read; all else says DONTWAIT
+        sock.setblocking(True)  # so that :meth:`read` can wait in the kernel; all else says DONTWAIT
         self.sock, self._patience = sock, 0.0
         self.link.open()
 
-    def wait(self, seconds: float) -> list[Reply] | None:
-        """Read once, waiting in the kernel at most ``seconds`` (to a millisecond); ``None``: nothing came.
+    def read(self, seconds: float) -> memoryview | None:
+        """Read once from a connection that is ready, waiting in the kernel at most so many seconds.
 
-        One system call where a poll and a read are two (about 3 us less in a round trip).
+        They are exact to a millisecond. ``None``: nothing came; what came is valid until the next read, and
+        goes to :meth:`take`. One system call where a poll and a read are two (about 3 us less in a round
+        trip).
+
+        Raises:
+            OSError: the connection is over.
         """
+        sock = self.sock
+        assert sock is not None
         if abs(seconds - self._patience) > _GRAIN:
-            assert self.sock is not None
             self._patience = seconds
             whole = int(seconds)
             limit = _TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6)))
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        return self._read(0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        try:
+            count = sock.recv_into(self._buffer)
+        except (BlockingIOError, InterruptedError):
+            return None
+        if count == 0:
+            raise ConnectionResetError("the daemon closed the connection")
+        return self._view[:count]
 
     def receive(self) -> list[Reply]:
         """Read what has arrived, once; returns the replies that somebody waits for.
@@ -76,27 +88,33 @@ class Channel:
         Raises:
             OSError, RemoteProtocolError: the connection is over.
         """
-        return self._read(_NOW) or []
-
-    def _read(self, flags: int) -> list[Reply] | None:
         assert self.sock is not None
         shaking = not self.link.ready
         try:
             if shaking:
-                count = self._read_with_descriptors(self.sock, flags)
+                count = self._read_with_descriptors(self.sock)
             else:
-                count = self.sock.recv_into(self._buffer, 0, flags)
+                count = self.sock.recv_into(self._buffer, 0, _NOW)
         except (BlockingIOError, InterruptedError):
-            return None
+            return []
         if count == 0:
             raise ConnectionResetError("the daemon closed the connection")
-        replies = self.link.feed(self._view[:count])
-        if self.link.phase is Phase.IDLE:
-            raise ConnectionRefusedError(str(self.link.refused))
+        replies = self.take(self._view[:count])
         if shaking and self.link.ready and self.link.attached is not None:
             descriptors, self._descriptors = self._descriptors, []
             self.region, again = self._adopt(self.link.attached, descriptors)
             self.link.mapped(again=again)
+        return replies
+
+    def take(self, data: memoryview) -> list[Reply]:
+        """Understand what was read; returns the replies that somebody waits for.
+
+        Raises:
+            OSError, RemoteProtocolError: the connection is over.
+        """
+        replies = self.link.feed(data)
+        if self.link.phase is Phase.IDLE:
+            raise ConnectionRefusedError(str(self.link.refused))
         return replies
 
     def _adopt(self, attached: Attached, descriptors: list[int]) -> tuple[Region, bool]:
@@ -134,14 +152,14 @@ class Channel:
             self.sock.close()
             self.sock = None
 
-    def _read_with_descriptors(self, sock: socket.socket, flags: int) -> int:
-        flags |= socket.MSG_CMSG_CLOEXEC
-        count, ancillary, flags, _ = sock.recvmsg_into([self._buffer], _ANCILLARY, flags)
+    def _read_with_descriptors(self, sock: socket.socket) -> int:
+        flags = _NOW | socket.MSG_CMSG_CLOEXEC
+        count, ancillary, came, _ = sock.recvmsg_into([self._buffer], _ANCILLARY, flags)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
                 self._descriptors.extend(received)
-        if flags & socket.MSG_CTRUNC or len(self._descriptors) > 8:
+        if came & socket.MSG_CTRUNC or len(self._descriptors) > 8:
             raise RemoteProtocolError("the daemon sent more descriptors than an attach has")
         return count

@@ -30,6 +30,9 @@ from kvtierd.wire.messages import (
 
 R = TypeVar("R", bound=Reply)
 
+# What a decoder raises for bytes of a peer: besides its own errors, bad UTF-8 and nesting that has no end.
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
 _ID_MAX = 1 << 31
 
 # Seconds that one verb may wait for a daemon that is just coming back, and for one that is late already.
@@ -54,8 +57,7 @@ class Miss:
     reason: str
 
 
-@dataclass(slots=True)
-class Verb(Generic[R]):
+class Verb(msgspec.Struct, Generic[R]):
     """One request and what its answer must be.
 
     ``build`` is called with ``id=``. ``patience`` is how many seconds the daemon may take by the request's
@@ -78,15 +80,13 @@ def outcome(verb: Verb[R], reply: Reply) -> R | Miss:
         RequestRefused: the daemon found a mistake of the caller.
         RemoteProtocolError: the answer is of a type that this request cannot have.
     """
+    if type(reply) is verb.reply:
+        return reply
     if isinstance(reply, Refused):
         if reply.code in RAISED:
             raise RequestRefused(reply.code, reply.message)
         return Miss(reply.code)
-    if not isinstance(reply, verb.reply):
-        raise RemoteProtocolError(
-            f"{type(reply).__name__} does not answer a request for {verb.reply.__name__}"
-        )
-    return reply
+    raise RemoteProtocolError(f"{type(reply).__name__} does not answer a request for {verb.reply.__name__}")
 
 
 class Backoff:
@@ -181,9 +181,28 @@ class Link:
         Raises:
             TypeError, LocalProtocolError: the request cannot be encoded; nothing was queued.
         """
-        request = self._write(build(id=self._next_id()))
+        self._last_id = request = self._last_id % _ID_MAX + 1
+        self.output += frame(encode(build(id=request)))
         self._awaited.add(request)
         return request
+
+    def single(self, request: int, data: memoryview) -> Reply | None:
+        """Return the answer to ``request`` if ``data`` is it and nothing else; ``None``: nothing was taken.
+
+        The short way of :meth:`feed` for a caller that waits for each answer.
+        """
+        payload = self._deframer.whole(data)
+        if payload is None:
+            return None
+        try:
+            reply = decode_server(payload)
+        except UNREADABLE:
+            return None
+        if reply.id != request:
+            return None
+        self.overdue = False
+        self._awaited.discard(request)
+        return reply
 
     def abandon(self, request: int, *, late: bool = False) -> None:
         """Nobody waits for this answer any more. What a late answer hands out is given back unseen."""
@@ -255,12 +274,12 @@ class Link:
     def _decode(self, payload: bytes | memoryview) -> Reply | None:
         try:
             return decode_server(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             # A newer daemon may have notices that this client does not know; answers it must know.
             try:
                 if msgspec.msgpack.decode(payload, type=_Envelope).id == 0:
                     return None
-            except (msgspec.MsgspecError, ValueError, RecursionError):
+            except UNREADABLE:
                 pass
             raise RemoteProtocolError(f"the daemon sent what is no message: {error}") from error
 

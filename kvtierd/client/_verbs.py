@@ -7,9 +7,10 @@ result. The blocking client drives it with waiting calls, the asyncio client wit
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
 
 from kvtierd.client._link import STALE, Miss, R, Verb
 from kvtierd.client._mapping import Region
@@ -29,7 +30,8 @@ from kvtierd.wire.messages import (
 T = TypeVar("T")
 J = TypeVar("J", bound="JobData")
 L = TypeVar("L", bound="LoadData")
-F = TypeVar("F", bound="LookupData")
+F = TypeVar("F", bound="LookupData[Any]")
+S = TypeVar("S")
 
 Flow: TypeAlias = Generator[Verb[Any], Any, T]
 
@@ -69,8 +71,7 @@ class SessionView(Protocol):
         """The number of the connection in use."""
 
 
-@dataclass(kw_only=True, eq=False)
-class LookupData:
+class LookupData(msgspec.Struct, Generic[S], eq=False):
     """States of the asked keys and how many leading ones are no MISS.
 
     ``lease`` (None without one) keeps the first ``leased`` keys (asked ``everywhere``: all HITs) in the pool
@@ -78,6 +79,7 @@ class LookupData:
     promoted from. ``reason`` is empty, or says why the daemon did not answer.
     """
 
+    session: S
     states: tuple[KeyState, ...]
     prefix: int
     lease: int | None = None
@@ -87,14 +89,13 @@ class LookupData:
     reason: str = ""
 
 
-@dataclass(kw_only=True, eq=False)
-class SlotData:
+class SlotData(msgspec.Struct, kw_only=True, eq=False):
     """Slots of the pool, one for each key, in the mapping that they belong to."""
 
     keys: tuple[BlockKey, ...] = ()
     slots: tuple[int, ...] = ()
     pool_id: str = ""
-    region: Region | None = field(default=None, repr=False)
+    region: Region | None = None
     epoch: int = 0
     reason: str = ""
 
@@ -112,8 +113,7 @@ class SlotData:
         )
 
 
-@dataclass(kw_only=True, eq=False)
-class JobData(SlotData):
+class JobData(SlotData, kw_only=True, eq=False):
     """Reserved slots: copy into them, then commit. ``skipped`` names the keys without a slot and why."""
 
     job: int = 0
@@ -122,8 +122,7 @@ class JobData(SlotData):
     open: bool = False
 
 
-@dataclass(kw_only=True, eq=False)
-class LoadData(SlotData):
+class LoadData(SlotData, kw_only=True, eq=False):
     """Leased slots of the leading keys: copy out of them, then release. ``sources`` names the tiers."""
 
     lease: int = 0
@@ -145,29 +144,19 @@ def lookup(
 ) -> Flow[F]:
     """Ask for the state of keys."""
     asked = tuple(keys)
-    build = partial(
-        stimuli.Lookup,
-        keys=asked,
-        promote=promote,
-        lease=lease,
-        everywhere=everywhere,
-        touch=touch,
-        scope=scope,
-    )
+
+    def build(*, id: int) -> stimuli.Lookup:  # noqa: A002 - a partial with so many names takes twice as long
+        return stimuli.Lookup(
+            id=id, keys=asked, promote=promote, lease=lease, everywhere=everywhere, touch=touch, scope=scope
+        )
+
     reply: effects.LookedUp | Miss = yield Verb(build, effects.LookedUp)
     if isinstance(reply, Miss):
-        return make(states=(KeyState.MISS,) * len(asked), prefix=0, reason=reply.reason)
-    return make(
-        states=reply.states,
-        prefix=reply.prefix,
-        lease=reply.lease,
-        leased=reply.leased,
-        sources=reply.sources,
-        epoch=view.epoch,
-    )
+        return make((KeyState.MISS,) * len(asked), 0, None, 0, (), 0, reply.reason)
+    return make(reply.states, reply.prefix, reply.lease, reply.leased, reply.sources, view.epoch)
 
 
-def release_lookup(found: LookupData) -> Flow[None]:
+def release_lookup(found: LookupData[Any]) -> Flow[None]:
     """Give a lookup's lease back; nothing happens without one."""
     lease, found.lease, found.leased = found.lease, None, 0
     if lease:
@@ -330,7 +319,7 @@ def touch(keys: Iterable[BlockKey]) -> Flow[int]:
     return counted(partial(stimuli.Touch, keys=tuple(keys)))
 
 
-def renew(held: Iterable[JobData | LoadData | LookupData]) -> Flow[int]:
+def renew(held: Iterable[JobData | LoadData | LookupData[Any]]) -> Flow[int]:
     """Give what is still held its whole time again; returns how many the daemon still had."""
     numbers = []
     epoch = 0

@@ -9,7 +9,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,11 +25,8 @@ from kvtierd.core.stimuli import Request, Role
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True, eq=False)
-class AsyncLookup(LookupData):
+class AsyncLookup(LookupData["AsyncSession"], eq=False):
     """Result of :meth:`AsyncSession.lookup`; a context manager that releases the lease."""
-
-    session: AsyncSession = field(repr=False)
 
     async def release(self) -> None:
         """Give the lease back, if there is one."""
@@ -43,11 +39,10 @@ class AsyncLookup(LookupData):
         await self.release()
 
 
-@dataclass(kw_only=True, eq=False)
-class AsyncJob(JobData):
+class AsyncJob(JobData, kw_only=True, eq=False):
     """Result of :meth:`AsyncSession.prepare_store`; as a context manager: commit, or abort on an error."""
 
-    session: AsyncSession = field(repr=False)
+    session: AsyncSession
 
     async def commit(self, failed: Iterable[BlockKey] = ()) -> tuple[BlockKey, ...]:
         """Make the blocks visible, but for the ``failed`` ones; returns the keys that are visible now."""
@@ -69,11 +64,10 @@ class AsyncJob(JobData):
             await self.abort()
 
 
-@dataclass(kw_only=True, eq=False)
-class AsyncLoaded(LoadData):
+class AsyncLoaded(LoadData, kw_only=True, eq=False):
     """Result of :meth:`AsyncSession.load`; a context manager that releases the lease."""
 
-    session: AsyncSession = field(repr=False)
+    session: AsyncSession
 
     async def release(self) -> None:
         """Give the slots back; no copy out of them may be running."""
@@ -101,7 +95,7 @@ class AsyncSession(SessionBase):
         self, keys: Iterable[BlockKey], promote: bool = False, lease: float | None = None
     ) -> AsyncLookup:
         """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading."""
-        return await self._run(_verbs.lookup(partial(AsyncLookup, session=self), keys, promote, lease, self))
+        return await self._run(_verbs.lookup(partial(AsyncLookup, self), keys, promote, lease, self))
 
     async def prepare_store(
         self,
@@ -151,7 +145,7 @@ class AsyncSession(SessionBase):
         """Start promoting keys into the pool; returns how many were started."""
         return await self._run(_verbs.prefetch(keys))
 
-    async def renew(self, *held: _verbs.JobData | _verbs.LoadData | _verbs.LookupData) -> int:
+    async def renew(self, *held: _verbs.JobData | _verbs.LoadData | _verbs.LookupData[Any]) -> int:
         """Give jobs and leases that take longer their whole time again; returns how many were still held."""
         return await self._run(_verbs.renew(held))
 

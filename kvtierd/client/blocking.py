@@ -10,7 +10,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,11 +28,8 @@ from kvtierd.wire.messages import Level, SurveyPage
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True, eq=False)
-class Lookup(LookupData):
+class Lookup(LookupData["Session"], eq=False):
     """Result of :meth:`Session.lookup`; a context manager that releases the lease."""
-
-    session: Session = field(repr=False)
 
     def release(self) -> None:
         """Give the lease back, if there is one."""
@@ -46,11 +42,10 @@ class Lookup(LookupData):
         self.release()
 
 
-@dataclass(kw_only=True, eq=False)
-class Job(JobData):
+class Job(JobData, kw_only=True, eq=False):
     """Result of :meth:`Session.prepare_store`; as a context manager: commit, or abort on an error."""
 
-    session: Session = field(repr=False)
+    session: Session
 
     def commit(self, failed: Iterable[BlockKey] = ()) -> tuple[BlockKey, ...]:
         """Make the blocks visible, but for the ``failed`` ones; returns the keys that are visible now."""
@@ -72,11 +67,10 @@ class Job(JobData):
             self.abort()
 
 
-@dataclass(kw_only=True, eq=False)
-class Loaded(LoadData):
+class Loaded(LoadData, kw_only=True, eq=False):
     """Result of :meth:`Session.load`; a context manager that releases the lease."""
 
-    session: Session = field(repr=False)
+    session: Session
 
     def release(self) -> None:
         """Give the slots back; no copy out of them may be running."""
@@ -102,7 +96,7 @@ class Session(SessionBase):
 
     def lookup(self, keys: Iterable[BlockKey], promote: bool = False, lease: float | None = None) -> Lookup:
         """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading."""
-        return self._run(_verbs.lookup(partial(Lookup, session=self), keys, promote, lease, self))
+        return self._run(_verbs.lookup(partial(Lookup, self), keys, promote, lease, self))
 
     def prepare_store(
         self,
@@ -152,7 +146,7 @@ class Session(SessionBase):
         """Start promoting keys into the pool; returns how many were started."""
         return self._run(_verbs.prefetch(keys))
 
-    def renew(self, *held: _verbs.JobData | _verbs.LoadData | _verbs.LookupData) -> int:
+    def renew(self, *held: _verbs.JobData | _verbs.LoadData | _verbs.LookupData[Any]) -> int:
         """Give jobs and leases that take longer their whole time again; returns how many were still held."""
         return self._run(_verbs.renew(held))
 

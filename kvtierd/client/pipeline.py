@@ -85,7 +85,7 @@ class Pipeline:
         scope: Scope | None = None,
     ) -> Call[Lookup]:
         """Begin :meth:`Session.lookup`."""
-        make = partial(Lookup, session=self.session)
+        make = partial(Lookup, self.session)
         return self._begin(
             _verbs.lookup(
                 make, keys, promote, lease, self.session, everywhere=everywhere, touch=touch, scope=scope

@@ -14,8 +14,9 @@ from kvtierd.core import inventory, statistics, stimuli
 from kvtierd.core import scope as scopes
 from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
-from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, Refused
+from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, LookedUp, Refused
 from kvtierd.core.geometry import UNIT
+from kvtierd.core.glance import glance
 from kvtierd.core.holdings import Limit
 from kvtierd.core.ledger import Change, Counters
 from kvtierd.core.loads import Loads
@@ -121,6 +122,13 @@ class Ladder:
         effects, self.stack.effects = self.stack.effects, []
         return effects
 
+    def glance(self, number: int, request: stimuli.Request) -> LookedUp | None:
+        """Answer a request at once, if it changes nothing; ``None``: it needs a turn."""
+        if type(request) is not stimuli.Lookup or self.stopping:
+            return None
+        session = self.sessions.open.get(number)
+        return None if session is None else glance(self.stack, session.namespace, request)
+
     def take_events(self) -> list[TierEvent]:
         """Drain the primary's queue, then each secondary's in the order of the tier file."""
         events = self.stack.primary.take_events()
@@ -162,8 +170,11 @@ class Ladder:
             session = self.sessions.open.get(number)
             if session is None:
                 raise Refusal(ErrorCode.NOT_ATTACHED, f"{type(request).__name__} needs an attach first")
-            if type(request) is stimuli.Lookup and self.loads.plain_hits(session, request):
-                return
+            if type(request) is stimuli.Lookup:
+                found = glance(self.stack, session.namespace, request)
+                if found is not None:
+                    self.stack.answer(number, found)
+                    return
             self._check(session, request)
             if not self.takes_stores and isinstance(request, stimuli.PrepareStore):
                 raise Refusal(ErrorCode.STOPPING, "the daemon is being drained and takes no stores")

@@ -64,27 +64,6 @@ class Loads:
         """Give leases from now on at most so many seconds."""
         self._ttl = lease_ttl
 
-    def plain_hits(self, session: Session, request: Lookup) -> bool:
-        """Answer a lookup whose keys are all in the pool and that only asks; whether it was such a one.
-
-        It is the lookup that is asked most, so it is found out without a line of Python for each key;
-        :meth:`lookup` would answer the same.
-        """
-        if request.lease is not None or request.touch or request.scope is not None:
-            return False
-        nodes = list(map(self._stack.primary.spaces[session.namespace].index.get, request.keys))
-        if None in nodes:
-            return False
-        count = len(nodes)
-        states = [node.state for node in nodes]  # type: ignore[union-attr]  # there is no None
-        if states.count(RESIDENT) != count or any([node.source for node in nodes]):  # type: ignore[union-attr]  # noqa: C419
-            return False
-        counters = self._stack.primary.counters
-        counters["lookup_blocks"] += count
-        counters["lookup_hits"] += count
-        self._stack.answer(session.number, LookedUp(id=request.id, states=(HIT,) * count, prefix=count))
-        return True
-
     def lookup(self, session: Session, request: Lookup) -> None:
         """Answer the state of each key; promote and lease the leading ones where asked."""
         space = self._stack.primary.spaces[session.namespace]
@@ -243,7 +222,7 @@ class Loads:
         for node in fresh:  # no source any more: the request names the key twice
             tier = self._stack.by_name.get(node.source, self._stack.primary)
             tier.counters["lookup_hits"] += 1
-            node.source = ""
+            self.promotion.told(node)
         return True
 
     # -- load ---------------------------------------------------------------------------------------
@@ -348,7 +327,7 @@ class Loads:
         for node in reversed(nodes):  # so that the root ends as the most recent
             touch(node)
             if node.source:
-                node.source = ""
+                self.promotion.told(node)
         for source, number in Counter(sources).items():
             primary.counters[f"load_from_{source}"] += number
         lease = self._lease(load.session, nodes, self._ttl, exposed=True, pinned=True) if nodes else 0

@@ -92,9 +92,11 @@ class Promotion:
         node.pins = 1
         node.source = tier.name
         space.blocks.add(node)
+        space.unread.add(block_id.key)
         slot = self._stack.take_slot(space)
         if slot is None:
             space.blocks.remove(node)
+            space.unread.discard(block_id.key)
             tier.blocks.unpin(below)
             self._stack.primary.counters["promotion_no_room"] += 1
             return None
@@ -159,7 +161,14 @@ class Promotion:
     def _settle_count(self, node: Node) -> None:
         if node in self.counted:
             self.counted.discard(node)
+            self.told(node)
+
+    def told(self, node: Node) -> None:
+        """Forget where a block came from: it is counted for that tier."""
+        if node.source:
             node.source = ""
+            if not node.gone:
+                self._stack.primary.space_of(node).unread.discard(node.block.id.key)
 
     def expire(self) -> None:
         """End the grace of what nobody read in time."""

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from kvtierd.core.gate import Gate
 from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.ledger import Ledger, Placed, Shaped, Vacated
-from kvtierd.core.model import Block, BlockId, Departure, EventKind, Layout, Locality, Medium, TierEvent
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockKey,
+    Departure,
+    EventKind,
+    Layout,
+    Locality,
+    Medium,
+    TierEvent,
+)
 from kvtierd.core.pace import ReadPace
 from kvtierd.core.policies.base import Policy
 from kvtierd.core.policies.fair import Fair
@@ -99,6 +109,8 @@ class PoolSpace:
         self.sessions: set[int] = set()
         self.promoting = 0
         """Slots of promotions under way or not read yet."""
+        self.unread: set[BlockKey] = set()
+        """The blocks of the set with a ``source``: promoted, and not counted for that tier yet."""
         self.leaving: set[Node] = set()
         """Nodes that left the set but are pinned: their slots are not free yet."""
         self.awaited: set[bytes] = set()
@@ -128,6 +140,8 @@ class PoolSpace:
     def drop(self, node: Node) -> None:
         """Take a node out of the set; its slot is freed now or with its last pin."""
         self.blocks.remove(node)
+        if node.source:
+            self.unread.discard(node.block.id.key)
         if node.pins:
             self.leaving.add(node)
         else:

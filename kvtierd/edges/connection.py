@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Asking = Unattached | LadderRequest
+
 WRITE_HIGH_WATER = 1 << 20
 READ_AHEAD = 64 << 10
 """No more is read from a connection that waits in line with this much."""
@@ -102,9 +104,7 @@ class EngineConnection(asyncio.Protocol):
         if not self.in_line and self.outstanding < self._server.limits.max_requests:
             request = self._wire.single(data)
             if request is not None:
-                self._asked.asked(request, time.monotonic())
-                self.outstanding += 1
-                self._server.turn((Asked(self.number, request),))
+                self._serve_one(request)
                 return
         if self.in_line:
             self._wire.push(data)
@@ -143,6 +143,18 @@ class EngineConnection(asyncio.Protocol):
         self._choose_reading()
         return self.in_line
 
+    def _serve_one(self, request: LadderRequest) -> None:
+        """Serve what came alone: at sight, or in a turn of its own."""
+        now = time.monotonic()
+        found = self._server.glance(self.number, request)
+        if found is not None:
+            self._write(self._wire.send(found))
+            self._server.requests.glanced(type(request), time.monotonic() - now)
+            return
+        self._asked.asked(request, now)
+        self.outstanding += 1
+        self._server.turn((Asked(self.number, request),))
+
     def _serve(self, data: bytes) -> bool:
         """Run a portion of the requests as one turn; whether whole ones are left."""
         owed = self._wire.pending + len(data)
@@ -157,7 +169,7 @@ class EngineConnection(asyncio.Protocol):
         self._flush()
         asked: list[Asked | SessionClosed] = []
         now = time.monotonic()
-        for request in requests:
+        for request in self._answer_at_sight(requests):
             self._asked.asked(request, now)
             left = self._answer(request)
             if left is not None:
@@ -171,7 +183,22 @@ class EngineConnection(asyncio.Protocol):
         self._account()
         return self._wire.ready
 
-    def _answer(self, request: Unattached | LadderRequest) -> LadderRequest | None:
+    def _answer_at_sight(
+        self, requests: list[Unattached | LadderRequest]
+    ) -> list[Unattached | LadderRequest]:
+        """Answer those in front that need no turn; return the others, which may change what comes after."""
+        frames: list[bytes] = []
+        for request in requests:
+            began = time.monotonic()
+            found = self._server.glance(self.number, request)
+            if found is None:
+                break
+            frames.append(self._wire.send(found))
+            self._server.requests.glanced(type(request), time.monotonic() - began)
+        self._write(b"".join(frames))
+        return requests[len(frames) :]
+
+    def _answer(self, request: Asking) -> LadderRequest | None:
         """Answer what needs no turn; return what does."""
         if isinstance(request, StatusRequest):
             status = self._server.recent_status if self.in_line else self._server.status
@@ -293,35 +320,40 @@ class EngineConnection(asyncio.Protocol):
 
     def _send(self, replies: Sequence[Reply]) -> None:
         now = time.monotonic()
+        frames: list[bytes] = []
         for reply in replies:
             self._asked.answered(reply, now)
             if isinstance(reply, Refused):  # what the engine logs of it leads to our own lines
                 where = f"{reply.message} (session {self.number}, request {reply.id})"
                 reply = msgspec.structs.replace(reply, message=where)
             if isinstance(reply, Attached):
+                self._write(b"".join(frames))
+                frames.clear()
                 self._send_attached(reply)
             else:
-                self._write(self._wire.send(reply))
+                frames.append(self._wire.send(reply))
+        self._write(b"".join(frames))
 
     def _flush(self) -> None:
-        for frame in self._wire.take_output():
-            self._write(frame)
+        self._write(b"".join(self._wire.take_output()))
 
     def _write(self, data: bytes) -> None:
-        if self._transport is None or self._transport.is_closing():
+        """Send now what the socket takes, and the rest later."""
+        transport, raw = self._transport, self._raw
+        if not data or transport is None or raw is None or transport.is_closing():
             return
-        if self.attached or self._transport.get_write_buffer_size():
-            self._transport.write(data)
-            return
-        assert self._raw is not None
-        try:
-            sent = self._raw.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # connection_lost follows
-        if sent < len(data):
-            self._transport.write(data[sent:])
+        if not transport.get_write_buffer_size():
+            try:
+                sent = raw.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # connection_lost follows
+            if sent == len(data):
+                return
+            data = data[sent:]
+        transport.write(data)
+        self._account()
 
     def _send_attached(self, reply: Attached) -> None:
         """Send the frame with the pool's descriptor and a liveness descriptor in one message."""

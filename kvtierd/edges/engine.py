@@ -48,6 +48,7 @@ COUNTERS = (
 
 Orders = Mapping[type[Request], Callable[[int, Any], Reply | None]]
 Turn = Callable[[Sequence[Asked | SessionClosed]], None]
+Glance = Callable[[int, Request], Reply | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,12 @@ class Limits:
 class EngineServer:
     """All connections of one Unix socket.
 
-    ``turn`` runs requests through the daemon; ``status`` makes the body of a status report. ``pool_fd`` is
-    ``None`` on the control socket, where nobody can attach. ``survey`` begins a survey of the tier named, or
-    says why not; only the control socket has it, since it shows every tenant's blocks. ``orders``: what else
-    only the control socket answers, by the request's type; each gets the connection's number and the request,
-    and returns ``None`` where its answer is delivered later.
+    ``turn`` runs requests through the daemon; ``glance`` answers those that need no turn (``None``: it does);
+    ``status`` makes the body of a status report. ``pool_fd`` is ``None`` on the control socket, where nobody
+    can attach. ``survey`` begins a survey of the tier named, or says why not; only the control socket has it,
+    since it shows every tenant's blocks. ``orders``: what else only the control socket answers, by the
+    request's type; each gets the connection's number and the request, and returns ``None`` where its answer
+    is delivered later.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class EngineServer:
         path: Path,
         *,
         turn: Turn,
+        glance: Glance,
         status: Callable[[], dict[str, Any]],
         survey: Callable[[str | None], Survey | str] | None = None,
         orders: Orders | None = None,
@@ -90,6 +93,7 @@ class EngineServer:
     ) -> None:
         self.path = path
         self.turn = turn
+        self.glance = glance
         self.status = status
         self.survey = survey
         self.orders = orders or {}

@@ -39,7 +39,8 @@ class Histogram:
 
     def note(self, value: float) -> None:
         """Count one value; a negative one (a clock that was set back) counts as 0."""
-        value = max(value, 0.0)
+        if value < 0.0:
+            value = 0.0
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 

@@ -56,6 +56,12 @@ class RequestFigures:
             verb.ok += 1
         verb.durations.note(seconds)
 
+    def glanced(self, request: type[Request], seconds: float) -> None:
+        """Count one that was answered at sight."""
+        verb = self._verbs[request]
+        verb.ok += 1
+        verb.durations.note(seconds)
+
     @property
     def durations(self) -> dict[str, Histogram]:
         """Seconds from arrival to answer, by verb."""

@@ -50,6 +50,11 @@ class Trail:
             for reply in replies:
                 self._traces.answered(number, reply)
 
+    @property
+    def wordy(self) -> bool:
+        """Whether every answer gets a line."""
+        return log.isEnabledFor(logging.DEBUG)
+
     def close(self) -> None:
         """Tell no more."""
         if self._traces is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import typing
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
@@ -205,7 +205,7 @@ class ServerConnection:
             return None
         if type(message) in _KINDS or not message.id:
             return None
-        return cast("LadderRequest", message)
+        return message  # type: ignore[return-value]  # all others are the ladder's
 
     def push(self, data: bytes | bytearray | memoryview) -> None:
         """Keep bytes of the peer for the next :meth:`receive`."""
@@ -262,10 +262,11 @@ class ServerConnection:
 
         Sending the answer to attach or goodbye moves the connection on.
         """
-        if self.closed:
+        if self.state is State.CLOSED:
             return b""
         data = frame(encode(reply))
-        self._follow(reply)
+        if self.state is not State.ATTACHED:  # nothing that is sent then moves it
+            self._follow(reply)
         return data
 
     def attached(self, reply: Attached) -> None:

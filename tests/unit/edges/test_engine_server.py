@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from kvtierd.core.effects import Attached, Done, ErrorCode
-from kvtierd.core.model import Group, Layout, block_key
+from kvtierd.core.effects import Attached, Done, ErrorCode, LookedUp
+from kvtierd.core.model import Group, KeyState, Layout, block_key
 from kvtierd.core.stimuli import Attach, Lookup, Touch
 from kvtierd.edges.connection import PORTION_FRAMES
 from kvtierd.edges.engine import EngineServer, Limits
@@ -37,6 +37,10 @@ ATTACHED = Attached(
 HELLO = frame(encode(Hello(id=1, versions=(1, 1))))
 
 
+def lookup(number, keys=1):
+    return frame(encode(Lookup(id=number, keys=(block_key(bytes(3)),) * keys)))
+
+
 def touch(number, keys=1):
     return frame(encode(Touch(id=number, keys=tuple(block_key(bytes([0, 0, k % 256])) for k in range(keys)))))
 
@@ -46,9 +50,11 @@ class Scene:
 
     def __init__(self, folder, allowed=None, **limits):
         self.turns = []
+        self.glances = []
         self.server = EngineServer(
             folder / "s",
             turn=self.turn,
+            glance=self.glance,
             status=lambda: {"turns": len(self.turns)},
             liveness=Liveness(asyncio.get_running_loop(), lambda process: None),
             pool_fd=0,
@@ -59,6 +65,15 @@ class Scene:
             numbers=itertools.count(1),
         )
         self.clients = []
+
+    def glance(self, session, request):
+        """Find every key of a lookup at sight, and know nothing of lookups of none."""
+        if isinstance(request, Lookup) and request.keys:
+            self.glances.append(session)
+            return LookedUp(
+                id=request.id, states=(KeyState.HIT,) * len(request.keys), prefix=len(request.keys)
+            )
+        return None
 
     def turn(self, asked):
         self.turns.append([(one.session, getattr(one, "request", None)) for one in asked])
@@ -251,6 +266,50 @@ def test_the_one_that_holds_most_is_closed_when_all_hold_too_much(play, caplog):
 
     play(scene, max_buffered=100_000)
     assert "engine.max_buffered" in caplog.text
+
+
+def test_what_is_answered_at_sight_takes_no_turn_and_is_counted(play):
+    async def scene(stage):
+        client = await stage.attach()
+        before = len(stage.turns)
+        client.writer.write(lookup(3))
+        assert await client.receive() == LookedUp(id=3, states=(KeyState.HIT,), prefix=1)
+        client.writer.write(lookup(4) + lookup(5) + lookup(6))
+        assert [(await client.receive()).id for _ in range(3)] == [4, 5, 6]
+        assert len(stage.turns) == before
+        assert stage.server.requests.as_dict()["verbs"]["lookup"] == {"ok": 4, "refused": 0}
+        assert sum(stage.server.requests.durations["lookup"].counts) == 4
+        assert stage.server.statistics()["unanswered"] == 0
+
+    play(scene)
+
+
+def test_nothing_overtakes_a_request_that_needs_a_turn(play):
+    """It may change what the lookup behind it finds."""
+
+    async def scene(stage):
+        client = await stage.attach()
+        client.writer.write(lookup(3) + touch(4) + lookup(5))
+        assert [(await client.receive()).id for _ in range(2)] == [3, 4]
+        assert stage.glances == [1]
+        assert [request.id for _, request in stage.turns[-1]] == [4, 5]
+
+    play(scene)
+
+
+def test_answers_that_nobody_reads_are_kept_in_order_and_counted(play):
+    async def scene(stage):
+        client = await stage.attach()
+        client.reader._transport.pause_reading()
+        for number in range(3, 103):
+            client.writer.write(lookup(number, 8000))
+            await client.writer.drain()
+        connection = stage.server.connections[1]
+        await until(lambda: connection.held > 0)
+        client.reader._transport.resume_reading()
+        assert [(await client.receive()).id for _ in range(100)] == list(range(3, 103))
+
+    play(scene)
 
 
 def test_too_many_unanswered_requests_are_busy(play):

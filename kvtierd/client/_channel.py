@@ -15,7 +15,8 @@ from kvtierd.errors import RemoteProtocolError, RequestRefused
 
 _READ_BYTES = 1 << 16
 _TIMEVAL = struct.Struct("@ll")
-_GRAIN = 0.001
+# What the kernel's patience may differ from what is asked for without being set anew: seconds, and a part.
+_GRAIN, _SHARE = 0.001, 0.01
 # Two descriptors come with an attach; room for more, so that surplus ones are seen and closed.
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 
@@ -60,16 +61,15 @@ class Channel:
     def read(self, seconds: float) -> memoryview | None:
         """Read once from a connection that is ready, waiting in the kernel at most so many seconds.
 
-        They are exact to a millisecond. ``None``: nothing came; what came is valid until the next read, and
-        goes to :meth:`take`. One system call where a poll and a read are two (about 3 us less in a round
-        trip).
+        They are exact to a hundredth. ``None``: nothing came; what came is valid until the next read, and is
+        for :meth:`take`. One system call where a poll and a read are two (about 3 us less in a round trip).
 
         Raises:
             OSError: the connection is over.
         """
         sock = self.sock
         assert sock is not None
-        if abs(seconds - self._patience) > _GRAIN:
+        if abs(seconds - self._patience) > _GRAIN + _SHARE * seconds:
             self._patience = seconds
             whole = int(seconds)
             limit = _TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6)))

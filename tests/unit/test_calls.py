@@ -1,0 +1,132 @@
+"""What a lookup costs, counted: messages, system calls, and calls of Python whatever the number of keys."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections import Counter
+
+import pytest
+import uvloop
+
+import kvtierd
+from kvtierd.client import Client, KeyState
+from kvtierd.core.effects import Answer
+from kvtierd.edges.engine import EngineServer, Limits
+from kvtierd.edges.liveness import Liveness
+from kvtierd.edges.peers import Allowed
+from kvtierd.edges.unix_socket import Permissions
+from kvtierd.testing.rig import LAYOUT, LadderRig, key
+
+PRODUCT = os.path.dirname(kvtierd.__file__)
+LOOKUPS = 50
+CLIENT_CALLS = 20
+DAEMON_CALLS = 20
+
+
+class Meter:
+    """Counts what a thread calls while it is set: our own functions, and those of sockets by name."""
+
+    def __init__(self):
+        self.ours, self.system = 0, Counter()
+
+    def __call__(self, frame, event, argument):
+        if event == "call":
+            self.ours += frame.f_code.co_filename.startswith(PRODUCT)
+        elif event == "c_call" and isinstance(getattr(argument, "__self__", None), socket.socket):
+            self.system[argument.__name__] += 1
+
+    def __enter__(self):
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+
+class Stage:
+    """A ladder behind a real socket, in this thread; its client in another."""
+
+    def __init__(self, path, blocks):
+        self.rig = LadderRig(slots=blocks, attach=False)
+        self.pool = os.memfd_create("pool")
+        os.ftruncate(self.pool, self.rig.ladder.pool_bytes)
+        self.turns = 0
+        self.liveness = Liveness(asyncio.get_running_loop(), lambda process: None)
+        self.server = EngineServer(
+            path,
+            turn=self.turn,
+            glance=self.rig.ladder.glance,
+            status=dict,
+            liveness=self.liveness,
+            pool_fd=self.pool,
+            limits=Limits(),
+            permissions=Permissions(),
+            allowed=Allowed(),
+            daemon="test",
+        )
+
+    def turn(self, batch):
+        self.turns += 1
+        for stimulus in batch:
+            for effect in self.rig.ladder.handle(stimulus, 0.0):
+                assert isinstance(effect, Answer)
+                self.server.deliver(effect.session, [effect.reply])
+
+    async def close(self):
+        await self.server.stop_listening()
+        self.server.close()
+        while self.server.connections:  # noqa: ASYNC110 - the loop's own work
+            await asyncio.sleep(0)
+        self.liveness.close()
+        os.close(self.pool)
+
+
+async def measured(path, count):
+    """Return what ``LOOKUPS`` lookups of so many resident keys call in client and daemon, and the turns."""
+    stage = Stage(path, count)
+    await stage.server.start()
+    client = Client(path, deadline=10.0)
+    try:
+        session = await asyncio.to_thread(client.attach, LAYOUT, engine_id="e")
+        stage.rig.session = session.attached.session
+        stage.rig.store(*range(count))
+        keys = [key(number) for number in range(count)]
+
+        def ask():
+            found = session.lookup(keys)
+            with Meter() as meter:
+                for _ in range(LOOKUPS):
+                    found = session.lookup(keys)
+            assert found.states == (KeyState.HIT,) * count
+            return meter
+
+        turns = stage.turns
+        with Meter() as daemon:
+            client_meter = await asyncio.to_thread(ask)
+        turns = stage.turns - turns
+    finally:
+        await asyncio.to_thread(client.close)
+        await stage.close()
+    return client_meter, daemon, turns
+
+
+@pytest.fixture
+def lookups(tmp_path):
+    return lambda count: uvloop.run(measured(tmp_path / "s", count))
+
+
+def test_a_lookup_is_one_message_each_way_and_no_turn(lookups):
+    client, daemon, turns = lookups(16)
+    assert client.system == {"send": LOOKUPS, "recv_into": LOOKUPS}
+    assert daemon.system == {"send": LOOKUPS + 1}, "with the one that was not measured"
+    assert turns == 0
+
+
+def test_a_lookup_calls_as_little_for_many_keys_as_for_few(lookups):
+    """No line of Python for each key, on neither side."""
+    few, many = lookups(16), lookups(512)
+    for name, side, bound in (("client", 0, CLIENT_CALLS), ("daemon", 1, DAEMON_CALLS)):
+        calls = [meters[side].ours / LOOKUPS for meters in (few, many)]
+        assert max(calls) < bound + 1, f"{name}: {calls} calls a lookup"
+        assert abs(calls[0] - calls[1]) < 1, f"{name}: {calls} calls a lookup of 16 and of 512 keys"

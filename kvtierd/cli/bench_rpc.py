@@ -66,7 +66,7 @@ def _session(path: str) -> Iterator[Session]:
 
 @contextlib.contextmanager
 def _echo_of(folder: Path, keys: list[BlockKey], state: KeyState) -> Iterator[Callable[[], None]]:
-    answer = LookedUp(id=1 << 16, states=(state,) * len(keys), prefix=len(keys) if state else 0)
+    answer = LookedUp(id=1 << 16, found=bytes((state,)) * len(keys), prefix=len(keys) if state else 0)
     asked = len(frame(encode(Lookup(id=1 << 16, keys=tuple(keys)))))
     with echo(str(folder / f"echo-{len(keys)}.sock"), asked, len(frame(encode(answer)))) as call:
         yield call

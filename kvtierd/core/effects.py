@@ -64,19 +64,32 @@ class Attached(Reply, frozen=True, kw_only=True, tag="attached"):
     tiers: tuple[str, ...]
 
 
-class LookedUp(Reply, frozen=True, kw_only=True, tag="looked_up"):
-    """``prefix``: how many leading keys are not MISS.
+_STATES = (*KeyState, *(KeyState.MISS,) * (256 - len(KeyState)))
+"""By number; whoever is older than a state that is added one day takes it for a MISS."""
+
+
+class LookedUp(Reply, frozen=True, kw_only=True, tag="looked_up", rename={"found": "states"}):
+    """``found``: a byte for each key, the number of its state. ``prefix``: how many leading keys are no MISS.
 
     ``lease`` covers the first ``leased`` keys, or all HITs (``leased`` of them) where asked ``everywhere``.
     ``sources`` names for each key of the prefix the tier that it is being promoted from ("": none); it is
     empty where nothing is.
     """
 
-    states: tuple[KeyState, ...]
+    found: bytes  # an array of enum members takes ten times as long to code, and as many bytes
     prefix: int
     lease: int | None = None
     leased: int = 0
     sources: tuple[str, ...] = ()
+
+    @property
+    def states(self) -> tuple[KeyState, ...]:
+        """One for each key."""
+        found = self.found
+        count = len(found)
+        if count and found.count(found[0]) == count:
+            return (_STATES[found[0]],) * count
+        return tuple(map(_STATES.__getitem__, found))
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True):

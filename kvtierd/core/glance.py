@@ -12,7 +12,7 @@ from kvtierd.core.residency import State
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Lookup
 
-HIT = KeyState.HIT
+HIT = bytes((KeyState.HIT,))
 RESIDENT = State.RESIDENT
 
 
@@ -34,4 +34,4 @@ def glance(stack: Stack, namespace: str, request: Lookup) -> LookedUp | None:
     counters = primary.counters
     counters["lookup_blocks"] += count
     counters["lookup_hits"] += count
-    return LookedUp(id=request.id, states=(HIT,) * count, prefix=count)
+    return LookedUp(id=request.id, found=HIT * count, prefix=count)

@@ -92,7 +92,7 @@ class Loads:
             session.number,
             LookedUp(
                 id=request.id,
-                states=tuple(states),
+                found=bytes(states),
                 prefix=prefix,
                 lease=lease,
                 leased=len(nodes),

@@ -94,7 +94,7 @@ def test_what_a_daemon_may_send(rng):
             generations=(1,),
             sources=("cpu",),
         ),
-        effects.LookedUp(id=4, states=(KeyState.HIT,), prefix=1, lease=1, leased=1),
+        effects.LookedUp(id=4, found=bytes((KeyState.HIT,)), prefix=1, lease=1, leased=1),
         effects.Revoked(id=0, fence=3),
         effects.Refused(id=5, code=effects.ErrorCode.BUSY, message="x"),
         effects.Done(id=6, count=2),

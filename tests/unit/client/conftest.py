@@ -237,7 +237,7 @@ class FakeDaemon:
         prefix = states.index(KeyState.MISS) if KeyState.MISS in states else len(states)
         lease = self._lease() if request.lease and prefix else None
         return effects.LookedUp(
-            id=request.id, states=states, prefix=prefix, lease=lease, leased=prefix if lease else 0
+            id=request.id, found=bytes(states), prefix=prefix, lease=lease, leased=prefix if lease else 0
         )
 
     def _lease(self):

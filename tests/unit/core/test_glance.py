@@ -65,7 +65,9 @@ def test_a_promoted_block_is_counted_for_its_tier_before_it_is_found_at_sight(ri
     assert rig.ladder.glance(rig.session, asked(1)) is None
     assert rig.ladder.glance(rig.session, asked(2)) is not None
     rig.load(1)
-    assert rig.ladder.glance(rig.session, asked(1)) == LookedUp(id=1000, states=(KeyState.HIT,), prefix=1)
+    assert rig.ladder.glance(rig.session, asked(1)) == LookedUp(
+        id=1000, found=bytes((KeyState.HIT,)), prefix=1
+    )
 
 
 def test_nobody_without_a_session_and_nobody_at_the_end_is_answered(rigged):

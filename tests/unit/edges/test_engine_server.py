@@ -71,7 +71,7 @@ class Scene:
         if isinstance(request, Lookup) and request.keys:
             self.glances.append(session)
             return LookedUp(
-                id=request.id, states=(KeyState.HIT,) * len(request.keys), prefix=len(request.keys)
+                id=request.id, found=bytes((KeyState.HIT,)) * len(request.keys), prefix=len(request.keys)
             )
         return None
 
@@ -273,7 +273,7 @@ def test_what_is_answered_at_sight_takes_no_turn_and_is_counted(play):
         client = await stage.attach()
         before = len(stage.turns)
         client.writer.write(lookup(3))
-        assert await client.receive() == LookedUp(id=3, states=(KeyState.HIT,), prefix=1)
+        assert await client.receive() == LookedUp(id=3, found=bytes((KeyState.HIT,)), prefix=1)
         client.writer.write(lookup(4) + lookup(5) + lookup(6))
         assert [(await client.receive()).id for _ in range(3)] == [4, 5, 6]
         assert len(stage.turns) == before

@@ -123,7 +123,7 @@ SERVER = [
         tiers=("cpu", "disk"),
     ),
     effects.LookedUp(
-        id=4, states=(KeyState.HIT, KeyState.PENDING), prefix=2, lease=4, leased=1, sources=("", "disk")
+        id=4, found=bytes((KeyState.HIT, KeyState.PENDING)), prefix=2, lease=4, leased=1, sources=("", "disk")
     ),
     effects.Prepared(
         id=5,

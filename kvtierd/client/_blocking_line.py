@@ -75,7 +75,7 @@ class Line:
             self._after_fork()
         link, patience = self.link, self.deadline + verb.patience
         until = time.monotonic() + patience
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=patience):
+        if not self._lock.acquire(False) and not self._lock.acquire(timeout=patience):
             return Miss(LATE)
         try:
             if link.phase is not Phase.READY and not self._ready(min(RECONNECT_WAIT, self.deadline)):
@@ -232,8 +232,9 @@ class Line:
                     link.abandon(request, late=True)
                     return Miss(LATE)
             return outcome(verb, self._answers.pop(request))
-        finally:
+        except BaseException:
             link.abandon(request)
+            raise
 
     def _pump(self, until: float) -> bool:
         """Read once, as soon as there is something; False when ``until`` comes first."""

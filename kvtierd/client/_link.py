@@ -63,7 +63,8 @@ class Verb(msgspec.Struct, Generic[R]):
     ``build`` is called with ``id=``. ``patience`` is how many seconds the daemon may take by the request's
     own terms, on top of the client's deadline. ``epoch`` names the connection that the request's job or lease
     belongs to; on any other it is not sent. ``ends`` marks requests that give something back: a daemon that
-    is late still gets them, nobody waits for the answer.
+    is late still gets them, nobody waits for the answer. ``size``: how many keys it names, where a miss must
+    know that.
     """
 
     build: Callable[..., Request]
@@ -71,6 +72,7 @@ class Verb(msgspec.Struct, Generic[R]):
     patience: float = 0.0
     epoch: int | None = None
     ends: bool = False
+    size: int = 0
 
 
 def outcome(verb: Verb[R], reply: Reply) -> R | Miss:

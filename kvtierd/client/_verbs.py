@@ -143,6 +143,20 @@ def lookup(
     scope: Scope | None = None,
 ) -> Flow[F]:
     """Ask for the state of keys."""
+    verb = asked_states(keys, promote, lease, everywhere=everywhere, touch=touch, scope=scope)
+    return found_states(make, verb, (yield verb), view.epoch)
+
+
+def asked_states(
+    keys: Iterable[BlockKey],
+    promote: bool,
+    lease: float | None,
+    *,
+    everywhere: bool = False,
+    touch: bool = False,
+    scope: Scope | None = None,
+) -> Verb[effects.LookedUp]:
+    """Return the request of :func:`lookup`."""
     asked = tuple(keys)
 
     def build(*, id: int) -> stimuli.Lookup:  # noqa: A002 - a partial with so many names takes twice as long
@@ -150,10 +164,16 @@ def lookup(
             id=id, keys=asked, promote=promote, lease=lease, everywhere=everywhere, touch=touch, scope=scope
         )
 
-    reply: effects.LookedUp | Miss = yield Verb(build, effects.LookedUp)
+    return Verb(build, effects.LookedUp, size=len(asked))
+
+
+def found_states(
+    make: Callable[..., F], verb: Verb[effects.LookedUp], reply: effects.LookedUp | Miss, epoch: int
+) -> F:
+    """Return what :func:`lookup` makes of the answer."""
     if isinstance(reply, Miss):
-        return make((KeyState.MISS,) * len(asked), 0, None, 0, (), 0, reply.reason)
-    return make(reply.states, reply.prefix, reply.lease, reply.leased, reply.sources, view.epoch)
+        return make((KeyState.MISS,) * verb.size, 0, None, 0, (), 0, reply.reason)
+    return make(reply.states, reply.prefix, reply.lease, reply.leased, reply.sources, epoch)
 
 
 def release_lookup(found: LookupData[Any]) -> Flow[None]:

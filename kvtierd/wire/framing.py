@@ -6,10 +6,13 @@ of attention and gets named in the error. Bytes may come in pieces of any size.
 
 from __future__ import annotations
 
+import struct
+
 from kvtierd.errors import LocalProtocolError, RemoteProtocolError
 from kvtierd.wire.messages import MAX_FRAME_BYTES
 
 HEADER_BYTES = 4
+_length_of = struct.Struct(">I").unpack_from
 
 # First bytes of protocols that end up on the wrong socket; the first match names the peer.
 _FAMILIAR: tuple[tuple[bytes, str], ...] = (
@@ -104,7 +107,7 @@ class Deframer:
         size = len(data) - HEADER_BYTES
         if self._buffer or self._broken is not None or not 0 < size <= self.max_bytes:
             return None
-        if int.from_bytes(data[:HEADER_BYTES], "big") != size:
+        if _length_of(data)[0] != size:
             return None
         return memoryview(data)[HEADER_BYTES:]
 

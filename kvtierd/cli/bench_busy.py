@@ -87,7 +87,7 @@ def _calls(client: Client, folder: Path) -> Iterator[Calls]:
     session = client.attach(LAYOUT, engine_id="bench")
     keys, metas = chain_of(KEYS, b"kvtierd bench busy")
     other = chain_of(KEYS, b"kvtierd bench busy stores")
-    answer = LookedUp(id=1 << 16, states=(KeyState.HIT,) * KEYS, prefix=KEYS)
+    answer = LookedUp(id=1 << 16, found=bytes((KeyState.HIT,)) * KEYS, prefix=KEYS)
     asked = len(frame(encode(Lookup(id=1 << 16, keys=tuple(keys)))))
     with echo(str(folder / "echo.sock"), asked, len(frame(encode(answer)))) as bare:
         yield {

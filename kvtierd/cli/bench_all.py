@@ -5,6 +5,7 @@ A goal is met or missed on this machine, at this moment; ratios say more than ti
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,8 +135,9 @@ def _object(found: Found, effort: Effort, _: Path) -> None:
     from kvtierd.testing import object_server
 
     weed = object_server.find_weed(Path(".venvs/seaweedfs/bin"))
-    if weed is None:
-        found.open("object tier / raw client", "at least 0.9x", "no weed on PATH: bench tiers --url")
+    if weed is None or importlib.util.find_spec("obstore") is None:
+        what = "weed on PATH" if weed is None else "extra 'object'"
+        found.open("object tier / raw client", "at least 0.9x", f"no {what}; or bench tiers --url")
         return
     with short_folder("bench") as folder, object_server.ObjectServer(weed, folder) as server:
         server.make_bucket("bench")

@@ -14,7 +14,10 @@ import time
 from pathlib import Path
 
 from engine_rig import BLOCK, generate, sampling, scheduler_of, stop
-from shapes_rig import COUNT, Trials, finish, prove, workload
+from shapes_metadata import metadata
+from shapes_ranks import data_parallel
+from shapes_rig import COUNT, Trials, finish, plain, prove, workload
+from shapes_sleep import asleep
 from vllm.lora.request import LoRARequest
 
 DECODED = 24
@@ -26,14 +29,6 @@ CHUNK = 4
 def one_by_one(trials):
     """The engine as it comes: one rank, one group, one block a chunk."""
     return {"plain": plain(trials), "default": prove(trials, trials.engine(), disk=True, anew=True)}
-
-
-def plain(trials, run=generate, asked=None, **options):
-    """What an engine without a connector generates."""
-    llm = trials.plain(**options)
-    seen = run(llm, workload() if asked is None else asked)[0]
-    stop(llm)
-    return seen
 
 
 def chunks(trials):
@@ -259,7 +254,8 @@ SUITES = {
     "turns": (decode_blocks, prompts_only, aborts, new_weights, salts, adapters),
     "hybrid": (hybrid, hybrid_chunks),
     "ranks": (two_ranks,),
-    "older": (one_by_one, chunks, aborts),
+    "pairs": (data_parallel, asleep, metadata),
+    "older": (one_by_one, chunks, aborts, metadata),
 }
 
 

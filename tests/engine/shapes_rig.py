@@ -69,6 +69,14 @@ class Trials:
         self.rig.close()
 
 
+def plain(trials, run=generate, asked=None, **options):
+    """What an engine without a connector generates."""
+    llm = trials.plain(**options)
+    seen = run(llm, workload() if asked is None else asked)[0]
+    stop(llm)
+    return seen
+
+
 def prove(trials, llm, asked=None, run=generate, *, disk=False, anew=False):
     """Put one engine through everything; ``run(llm, asked)`` gives (tokens, cached tokens) of each request.
 

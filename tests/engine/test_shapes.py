@@ -33,6 +33,7 @@ PLAIN = {
     "turns": {"decode_blocks": "plain_turns", "prompts_only": "plain_turns"},
     "hybrid": {"hybrid": "plain_hybrid", "hybrid_chunks": "plain_hybrid"},
     "ranks": {"two_ranks": "plain"},
+    "pairs": {"data_parallel": "plain"},
     "older": {"default": "plain", "chunks": "plain"},
 }
 SHAPES = [(suite, shape) for suite, shapes in PLAIN.items() for shape in shapes]
@@ -134,3 +135,48 @@ def test_adapters_and_salts_in_any_combination_share_nothing(tried: Callable[[st
     assert (
         len({json.dumps(expected) for expected in seen["expected"]}) == 3
     )  # no, a, b: salts change no token
+
+
+def test_two_data_parallel_ranks_were_two_engines_of_the_daemon(tried: Callable[[str], Seen]) -> None:
+    seen = tried("pairs")["data_parallel"]
+    assert (seen["ranks"], seen["engines"]) == ([0, 1], 2)
+
+
+def test_a_paused_engine_keeps_its_blocks_and_a_sleeping_one_does_not(tried: Callable[[str], Seen]) -> None:
+    """vLLM's sleep of level 1 and 2 clears every cache, the connector's too."""
+    seen = tried("pairs")["asleep"]
+    tokens, cold = seen["before"]
+    assert seen["kept"][0] == seen["kept"][1] > 0
+    for wave in ("paused", "woken", "again"):
+        assert seen[wave][0] == tokens, wave
+    assert sum(seen["woken"][1]) == sum(cold), "what came out of a cache is what was shared among them"
+    assert sum(seen["paused"][1]) == sum(seen["again"][1]) > sum(cold)
+
+
+def test_an_engine_that_got_new_weights_in_its_sleep_loads_nothing_of_the_old(
+    tried: Callable[[str], Seen],
+) -> None:
+    """The call fell into loads and stores under way."""
+    seen = tried("pairs")["asleep"]
+    changed = sum(a != b for a, b in zip(seen["before"][0], seen["expected_anew"], strict=True))
+    assert changed > len(seen["expected_anew"]) / 2
+    assert seen["anew"][0] == seen["anew_again"][0] == seen["expected_anew"]
+    assert sum(seen["anew_again"][1]) > sum(seen["anew"][1])
+    assert seen["failures"] == {}
+
+
+@pytest.mark.parametrize("suite", ["pairs", "older"])
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("kind", ["plain", "salt", "adapter", "pictures", "all"])
+def test_events_say_of_a_block_what_the_engines_own_say(
+    kind: str, chunk: int, suite: str, tried: Callable[[str], Seen]
+) -> None:
+    """Parent, tokens, adapter and extra keys, of one block or several a chunk, stored, demoted, promoted."""
+    seen = tried(suite)["metadata"][f"{kind}/{chunk}"]
+    assert len(seen["engine"]) == 8
+    for where in ("pool", "disk", "promoted"):
+        assert seen[where] == seen["engine"], where
+    extra = [what[5] for what in seen["engine"].values()]
+    assert sum(keys is not None for keys in extra) == {"plain": 0, "salt": 1}.get(
+        kind, 8 if kind != "pictures" else 7
+    )

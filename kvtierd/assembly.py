@@ -14,7 +14,7 @@ from kvtierd.config.schema import TierFile
 from kvtierd.config.tenants import shares_of
 from kvtierd.core import stimuli
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.model import Medium
+from kvtierd.core.model import Layout, Medium
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges.admin import AdminServer, metrics_route
@@ -182,23 +182,36 @@ def make_announcer(
 
 
 def describe(ladder: Ladder, movers: Mapping[str, Mover], namespace: str) -> None:
-    """Leave a readable record of a namespace beside its blocks, best effort; warn if it shares nothing."""
+    """Leave a readable record of a namespace beside its blocks, best effort; log what sets it apart."""
     spaces = ladder.stack.primary.spaces
     layout = spaces[namespace].layout
     for other in (space.layout for space in spaces.values()):
-        if other != layout and other.differs_only_in_hashing(layout):
-            log.warning(
-                "model %r: blocks hashed with %r, seed %r share nothing with those of %r, seed %r:"
-                " give all engines one hash seed (PYTHONHASHSEED)",
-                layout.model,
-                layout.hash_algorithm,
-                layout.hash_seed,
-                other.hash_algorithm,
-                other.hash_seed,
-                extra=event("hash_seeds_differ", model=layout.model),
-            )
+        if (other.model, other.tenant) == (layout.model, layout.tenant) and other != layout:
+            _say_what_differs(layout, other)
     for mover in movers.values():
         mover.describe(namespace, layout)
+
+
+def _say_what_differs(layout: Layout, other: Layout) -> None:
+    names = layout.differences(other)
+    if set(names) <= {"hash_algorithm", "hash_seed"}:
+        log.warning(
+            "model %r: blocks hashed with %r, seed %r share nothing with those of %r, seed %r:"
+            " give all engines one hash seed (PYTHONHASHSEED)",
+            layout.model,
+            layout.hash_algorithm,
+            layout.hash_seed,
+            other.hash_algorithm,
+            other.hash_seed,
+            extra=event("hash_seeds_differ", model=layout.model),
+        )
+        return
+    log.info(
+        "model %r: an engine shares nothing with the blocks of another one, for they differ in %s",
+        layout.model,
+        "; ".join(f"{name}: {getattr(layout, name)!r}, not {getattr(other, name)!r}" for name in names),
+        extra=event("layouts_differ", model=layout.model, fields=names),
+    )
 
 
 def take_pool(tier_file: TierFile, inheritance: Inheritance) -> KeptPool:

@@ -101,10 +101,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the 32 hex digits that name this layout (SHA-256 over the msgpack of all fields)."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:32]
 
-    def differs_only_in_hashing(self, other: Layout) -> bool:
-        """Whether the two would share all blocks, were it not for the hash algorithm or seed."""
-        hashing = {"hash_algorithm": other.hash_algorithm, "hash_seed": other.hash_seed}
-        return self != other and msgspec.structs.replace(self, **hashing) == other
+    def differences(self, other: Layout) -> list[str]:
+        """Return the names of the fields that make this another namespace."""
+        return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
 
 
 class BlockMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -24,6 +24,7 @@ EVENTS = {
     "handed_over": "another daemon serves in this one's place, with its engines",
     "handing_over": "another daemon takes over",
     "hash_seeds_differ": "two engines' blocks would be shared, were it not for their hash seed or algorithm",
+    "layouts_differ": "engines of one model and tenant share nothing, and what they differ in",
     "journal_cut": "the end of the announced journal was torn and is cut off",
     "journal_degraded": "what is announced cannot be recorded",
     "journal_lost": "the announced journal cannot be read",

@@ -34,7 +34,7 @@ class Clock:
         return self.now
 
 
-def identity(*, ranks=1, rank=0, groups=1, chunk=1):
+def identity(*, ranks=1, rank=0, groups=1, chunk=1, **more):
     shapes = tuple(
         GroupShape(
             group=g,
@@ -49,7 +49,7 @@ def identity(*, ranks=1, rank=0, groups=1, chunk=1):
     )
     group = Group(tokens_per_block=TOKENS * chunk, block_bytes=2 * PAGE * chunk)
     layout = Layout(model="m", dtype="d", layout="l", groups=(group,) * groups, ranks=ranks)
-    return Identity(layout=layout, engine_id="e", dp_rank=0, rank=rank, shapes=shapes)
+    return Identity(layout=layout, engine_id="e", dp_rank=0, rank=rank, shapes=shapes, **more)
 
 
 def request(blocks, name="r", **more):

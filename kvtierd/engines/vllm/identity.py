@@ -42,13 +42,18 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One engine process's name and geometry."""
+    """One engine process's name and geometry.
+
+    ``salts_collide``: a request that has a salt and no adapter must not use the cache, for its salt may be
+    the name of an adapter (:data:`versions.SALTS_MAY_NAME_ADAPTERS`).
+    """
 
     layout: Layout
     engine_id: str
     dp_rank: int
     rank: int
     shapes: tuple[GroupShape, ...]
+    salts_collide: bool = False
 
     @classmethod
     def of(cls, settings: Settings, offloading: Any, vllm_config: Any, kv_cache_config: Any) -> Identity:
@@ -69,7 +74,12 @@ class Identity:
                 _shape(offloading, group, versions.group_id(group, index), kv_cache_config)
                 for index, group in enumerate(offloading.groups)
             ),
+            salts_collide=_salts_collide(vllm_config),
         )
+
+
+def _salts_collide(vllm_config: Any) -> bool:
+    return versions.SALTS_MAY_NAME_ADAPTERS and vllm_config.lora_config is not None
 
 
 def _shape(offloading: Any, group: Any, number: int, kv_cache_config: Any) -> GroupShape:
@@ -102,6 +112,9 @@ def _layout(settings: Settings, offloading: Any, vllm_config: Any, kv_cache_conf
             f"tp{parallel.tp_size}.pp{parallel.pp_size}.pcp{parallel.pcp_size}.dcp{parallel.dcp_size}",
             f"hash{offloading.cache.tokens_per_hash}",
             settings.layout_tag,
+            *(
+                ["lora"] if _salts_collide(vllm_config) else []
+            ),  # salts of engines without are no danger there
         ),
         groups=_groups(offloading),
         ranks=parallel.world_size,

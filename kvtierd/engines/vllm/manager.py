@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 STORE_RETRIES = 3
 MOST_TRACE = 128
 """Characters; the daemon refuses a request with more."""
+SALT_PROBLEM = "this vLLM cannot tell a salt from an adapter's name (0.31 and later can)"
 MISS = LookupResult.MISS
 
 
@@ -68,6 +69,7 @@ class KvtierdManager(OffloadingManager):
         self._stats = Stats()
         self._pipeline: Any = None
         self._shapes: tuple[GroupShape, ...] = ()
+        self._salts_collide = False
         self._requests: dict[str, _Request] = {}
         self._reset_call: Any = None
         self._reset_owed = False
@@ -76,7 +78,7 @@ class KvtierdManager(OffloadingManager):
     def bind(self, pipeline: Any, identity: Identity) -> None:
         """Start to use a client's pipeline; its session is closed at shutdown."""
         self._pipeline = pipeline
-        self._shapes = identity.shapes
+        self._shapes, self._salts_collide = identity.shapes, identity.salts_collide
         self._lookups.bind(pipeline)
         self._jobs.bind(pipeline, identity)
         self._stats.bind(pipeline, identity)
@@ -97,6 +99,8 @@ class KvtierdManager(OffloadingManager):
         if self._pipeline is None:
             return
         wish = RequestScope.of(request.kv_transfer_params)
+        if self._salts_collide and request.cache_salt and not request.lora_request:
+            wish = RequestScope(problem=SALT_PROBLEM)
         chain = Chain(request, self._shapes)
         self._requests[request.request_id] = _Request(chain, wish, _trace(request))
         if wish.problem:

@@ -18,6 +18,7 @@ from kvtierd.errors import ConfigError
 __all__ = [
     "CAN_FAIL_REQUESTS",
     "HAS_FIXED_SEED",
+    "SALTS_MAY_NAME_ADAPTERS",
     "VERSION",
     "CacheHitSource",
     "KVConnectorTransferResults",
@@ -64,7 +65,11 @@ if CAN_FAIL_REQUESTS:
 else:
     KVConnectorTransferResults = Any
 
-# 0.31 tags the extra keys of block hashes and has a function that takes the tags off for events.
+# 0.31 tags the extra keys of block hashes. Before, those of a request with nothing but a salt were those of a
+# request with nothing but an adapter of that name: whoever chose his salt well read and wrote its blocks.
+SALTS_MAY_NAME_ADAPTERS = VERSION < (0, 31)
+
+# It has a function that takes the tags off for events.
 if VERSION >= (0, 31):
     from vllm.v1.core.kv_cache_utils import to_event_extra_keys
 else:

@@ -3,108 +3,68 @@
 
 SGLang's prefetch and backup threads call it, each page by a hash that covers all tokens up to its end. Every
 rank is a namespace of its own (SGLang itself agrees on the prefix that all ranks have), except for models
-whose ranks hold the same bytes. Trouble with the daemon is a miss, never an exception.
+whose ranks hold the same bytes; so is every host pool beside the main one. Trouble with the daemon is a miss,
+never an exception.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
 
-from kvtierd.client import Client, Session
-from kvtierd.core.model import BlockKey, BlockMeta, Group, KeyState, Layout, SkipReason, block_key, hash_of
 from kvtierd.engines.guard import Guard
+from kvtierd.engines.sglang.pages import Pages
 from kvtierd.engines.sglang.settings import Settings
-from kvtierd.errors import KvtierdError
 
 logger = logging.getLogger(__name__)
 
-_THERE = (SkipReason.RESIDENT, SkipReason.PENDING)
-_HEX = 64
-
-
-def to_key(page: str) -> BlockKey:
-    """Return the key of a page: SGLang's SHA-256 in hex; any other name is hashed."""
-    if len(page) == _HEX:
-        try:
-            return block_key(bytes.fromhex(page))
-        except ValueError:
-            pass
-    return block_key(hashlib.sha256(page.encode()).digest())
-
-
-def to_event_hash(page: str) -> int:
-    """Return the hash that SGLang's own events name a page by: its first 64 bits (here unsigned)."""
-    return int.from_bytes(hash_of(to_key(page))[:8], "big")
+_GROUPS = {name.value: number for number, name in enumerate(PoolName)}
+"""Pools' numbers in keys and events; the main one (``kv``) is 0."""
 
 
 class KvtierdStorage(HiCacheStorage):
-    """``dynamic`` backend, with ``interface_v1`` or without.
-
-    Reads and writes have a connection each, so that a load that waits for a slow tier holds up no backup.
-    Without a daemon, or with one that refuses this engine (logged), every page is a miss.
-    """
+    """``dynamic`` backend, with ``interface_v1`` or without, for one host pool or several (v2)."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         self._config = storage_config
         self._settings = Settings.of(storage_config.extra_config)
         self._guard = Guard(logger)
-        self._clients: list[Client] = []
-        self._reader: Session | None = None
-        self._writer: Session | None = None
-        self._page_size = 1
+        self._engine = f"sglang-{uuid.uuid4().hex[:12]}"
+        self._pages: dict[str, Pages] = {}
         self._dtype = torch.uint8
+
+    @property
+    def _main(self) -> Pages | None:
+        return self._pages.get(PoolName.KV.value)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Learn what a page is, and attach."""
         super().register_mem_pool_host(mem_pool_host)
-        page = mem_pool_host.get_dummy_flat_data_page()
-        self._page_size, self._dtype = mem_pool_host.page_size, page.dtype
-        layout = self._layout(mem_pool_host, page.numel() * page.element_size())
-        engine = f"sglang-{uuid.uuid4().hex[:12]}"
-        self.close()
-        self._reader, self._writer = self._open(layout, engine), self._open(layout, f"{engine}-backup")
+        self._dtype = mem_pool_host.get_dummy_flat_data_page().dtype
+        self._attach(PoolName.KV.value, mem_pool_host)
 
-    def _open(self, layout: Layout, engine: str) -> Session | None:
-        client = Client(self._settings.socket, deadline=self._settings.deadline)
-        self._clients.append(client)
-        try:
-            return client.attach(layout, engine_id=engine, dp_rank=self._config.dp_rank, role="scheduler")
-        except KvtierdError as error:
-            logger.error("kvtierd: the daemon refuses this engine, which runs without storage: %s", error)
-            return None
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Attach a pool beside the main one: a sliding window's, an indexer's, one of recurrent state."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name != PoolName.KV:
+            self._attach(PoolName(host_pool_name).value, host_pool)
 
-    def _layout(self, pool: Any, page_bytes: int) -> Layout:
-        """Gather everything that changes a page's bytes."""
-        config = self._config
-        rank = "all" if config.is_mla_model else f"{config.tp_rank}"
-        parts = (
-            "sglang",
-            type(pool).__name__,
-            pool.layout,
-            getattr(pool, "storage_format_tag", None) or "",
-            f"tp{rank}of{config.tp_size}",
-            f"pp{config.pp_rank}of{config.pp_size}",
-            f"cp{config.attn_cp_rank}of{config.attn_cp_size}",
-            f"dcp{config.dcp_rank}of{config.dcp_size}",
-            f"layers{pool.start_layer}to{pool.end_layer}",
-        )
-        return Layout(
-            model=config.model_name or "unnamed",
-            revision=self._settings.weights_id,
-            dtype=str(pool.dtype),
-            layout="/".join(parts),
-            groups=(Group(tokens_per_block=pool.page_size, block_bytes=page_bytes),),
-            hash_algorithm="sglang-sha256",
-            tenant=self._settings.tenant,
-        )
+    def _attach(self, name: str, pool: Any) -> None:
+        if (before := self._pages.pop(name, None)) is not None:
+            before.close()
+        group = _GROUPS[name]
+        engine = self._engine if group == 0 else f"{self._engine}-{name}"
+        self._pages[name] = Pages(pool, self._config, self._settings, engine, group, self._guard)
 
     # -- what is there ---------------------------------------------------------------------------------
 
@@ -114,25 +74,57 @@ class KvtierdStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages are in any tier."""
-        session = self._reader
-        if session is None:
-            return 0
-        wanted = [to_key(key) for key in keys]
+        return 0 if self._main is None else _leading(self._main.there(keys))
 
-        def ask() -> int:
-            states = session.lookup(wanted).states
-            return next((n for n, state in enumerate(states) if state is KeyState.MISS), len(states))
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Return the longest prefix that all pools can restore, what each has of it, and all such prefixes.
 
-        return self._guard.call("lookup", ask, 0)
+        A pool either needs every page of the prefix or its last ones (a window, a state).
+        """
+        hits = self.batch_exists(keys)
+        found = {PoolName.KV: hits} if hits else {}
+        restorable = list(range(1, hits + 1))
+        for transfer in pool_transfers or ():
+            if not restorable:
+                break
+            own = self._restorable(transfer, keys[:hits])
+            if own:
+                found[transfer.name] = max(own)
+            restorable = [length for length in restorable if length in own]
+        return PoolTransferResult(restorable[-1] if restorable else 0, found, restorable)
+
+    def _restorable(self, transfer: Any, keys: list[str]) -> set[int]:
+        """Return the lengths of prefixes of ``keys`` for which a pool has what it needs.
+
+        Raises:
+            ValueError: a policy that this does not know; SGLang takes that for no hit.
+        """
+        pages = self._pages.get(PoolName(transfer.name).value)
+        there = [False] * len(keys) if pages is None else pages.there(keys)
+        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            return set(range(1, _leading(there) + 1))
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            window = max(1, len(transfer.keys or ()))
+            return {end for end in range(1, len(keys) + 1) if all(there[max(0, end - window) : end])}
+        raise ValueError(f"kvtierd: pool {transfer.name}: unknown hit policy {transfer.hit_policy}")
 
     # -- loads -----------------------------------------------------------------------------------------
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Load pages into the host pool; ``host_indices``: ``page_size`` token slots for each."""
-        pool, starts = self.mem_pool_host, host_indices[:: self._page_size].tolist()
-        return self._load(
-            keys, lambda number, page: pool.set_from_flat_data_page(starts[number], page.view(self._dtype))
-        )
+        return [False] * len(keys) if self._main is None else self._main.fetch(keys, host_indices)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Load pages of several pools; of each the leading ones that could be had."""
+        done = {}
+        for transfer in transfers:
+            pages, keys = self._pages.get(PoolName(transfer.name).value), transfer.keys or []
+            done[transfer.name] = (
+                [False] * len(keys) if pages is None else pages.fetch(keys, transfer.host_indices)
+            )
+        return done
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
@@ -147,92 +139,64 @@ class KvtierdStorage(HiCacheStorage):
             target_locations[number].view(torch.uint8).copy_(page)
             found[number] = target_locations[number]
 
-        self._load(keys, take)
+        if self._main is not None:
+            self._main.load(keys, take)
         return found
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         """Load one page."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
-    def _load(self, keys: Sequence[str], take: Callable[[int, torch.Tensor], None]) -> list[bool]:
-        """Give ``take`` each leading page that could be had, as bytes that are valid during the call."""
-        session, taken = self._reader, 0
-        if session is None or not keys:
-            return [False] * len(keys)
-        wanted = [to_key(key) for key in keys]
-
-        def load() -> None:
-            nonlocal taken
-            with session.load(wanted, deadline=self._settings.promotion_deadline) as got:
-                for view in got.views():
-                    take(taken, torch.frombuffer(view, dtype=torch.uint8))
-                    taken += 1
-
-        self._guard.call("load", load, None)
-        return [number < taken for number in range(len(keys))]
-
     # -- stores ----------------------------------------------------------------------------------------
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Store pages of the host pool."""
-        pool, starts = self.mem_pool_host, host_indices[:: self._page_size].tolist()
-        prefix = getattr(extra_info, "prefix_keys", None) or []
-        parent = prefix[-1] if prefix else None
-        return self._store(keys, lambda number: pool.get_data_page(starts[number], flat=True), parent)
+        if self._main is None:
+            return [False] * len(keys)
+        return self._main.back_up(keys, host_indices, _parent(extra_info))
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Store pages of several pools; say of each page whether it is there now."""
+        done = {}
+        for transfer in transfers:
+            pages, keys = self._pages.get(PoolName(transfer.name).value), transfer.keys or []
+            done[transfer.name] = (
+                [False] * len(keys)
+                if pages is None
+                else pages.back_up(keys, transfer.host_indices, _parent(extra_info))
+            )
+        return done
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Store pages given as tensors; whether all of them are there now."""
-        return all(self._store(keys, lambda number: values[number], None))
+        if self._main is None:
+            return not keys
+        return all(self._main.store(keys, lambda number: values[number], None))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store one page."""
         return self.batch_set([key], [value])
 
-    def _store(
-        self, keys: Sequence[str], page: Callable[[int], torch.Tensor], parent: str | None
-    ) -> list[bool]:
-        session = self._writer
-        if session is None or not keys:
-            return [False] * len(keys)
-        wanted = {to_key(key): number for number, key in enumerate(keys)}
-
-        def store() -> set[BlockKey]:
-            job = session.prepare_store(list(wanted), meta=_metas(list(keys), parent))
-            there = {skipped.key for skipped in job.skipped if skipped.reason in _THERE}
-            try:
-                for key, view in zip(job.keys, job.views(), strict=True):
-                    source = page(wanted[key]).contiguous().view(torch.uint8).numpy().reshape(-1)
-                    np.frombuffer(view, np.uint8)[:] = source
-            except BaseException:
-                job.abort()
-                raise
-            return there | set(job.commit())
-
-        nothing: set[BlockKey] = set()
-        stored = self._guard.call("store", store, nothing)
-        return [to_key(key) in stored for key in keys]
-
     # -- life ------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Remove every page of this rank's namespace from every tier."""
-        if self._writer is not None:
-            self._guard.call("reset", self._writer.reset, None)
+        """Remove every page of this rank's namespaces from every tier."""
+        for pages in self._pages.values():
+            pages.clear()
 
     def close(self) -> None:
         """Say goodbye."""
-        clients, self._clients = self._clients, []
-        self._reader = self._writer = None
-        for client in clients:
-            self._guard.call("close", client.close, None)
+        for pages in self._pages.values():
+            pages.close()
+        self._pages.clear()
 
 
-def _metas(keys: list[str], parent: str | None) -> list[BlockMeta]:
-    """Name each page and the one before it. SGLang tells a backend no token, so the events have none."""
-    before = [parent, *keys[:-1]]
-    return [
-        BlockMeta(hashes=(to_event_hash(key),), parent=to_event_hash(last) if last else None)
-        for key, last in zip(keys, before, strict=True)
-    ]
+def _leading(there: Sequence[bool]) -> int:
+    return next((number for number, found in enumerate(there) if not found), len(there))
+
+
+def _parent(extra_info: Any) -> str | None:
+    prefix = getattr(extra_info, "prefix_keys", None) or []
+    return prefix[-1] if prefix else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -42,30 +44,32 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.rounds:
         sizes = measure.replace(sizes, rounds=chosen.rounds)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    rows, notes = run(chosen, sizes)
-    write(chosen.out, rows, notes)
+    rows: list[Row] = []
+    notes: dict[str, str] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also then it writes what it has
+    try:
+        run(chosen, sizes, rows, notes)
+    finally:
+        write(chosen.out, [row for row in rows if row.values], notes)
     print((chosen.out / "peers.md").read_text("utf-8"), end="")
     return 0
 
 
-def run(chosen: argparse.Namespace, sizes: measure.Sizes) -> tuple[list[Row], dict[str, str]]:
-    """Measure what was asked for; return the rows, and by subject why it was not measured."""
-    notes: dict[str, str] = {}
-    rows: list[Row] = []
+def run(chosen: argparse.Namespace, sizes: measure.Sizes, rows: list[Row], notes: dict[str, str]) -> None:
+    """Measure what was asked for into ``rows``; ``notes`` says by subject why it was not measured."""
     parts = chosen.part or PARTS
 
     def of(peers: tuple[Peer, ...]) -> list[Peer]:
         return [p for p in peers if not chosen.subject or p.name in (OURS, *chosen.subject)]
 
     if "daemons" in parts:
-        rows += measure.daemons(of(DAEMONS), sizes, chosen.out, notes)
+        measure.daemons(of(DAEMONS), sizes, chosen.out, rows, notes)
     if "footprint" in parts:
-        rows += measure.footprint(of(DAEMONS), sizes, chosen.out, notes)
+        measure.footprint(of(DAEMONS), sizes, chosen.out, rows, notes)
     if "files" in parts:
         place = (chosen.place or chosen.out).resolve()
         with tempfile.TemporaryDirectory(prefix="kvtierd-peers-", dir=place) as folder:
-            rows += measure.files(of(FILES), sizes, Path(folder), chosen.out, notes)
-    return rows, notes
+            measure.files(of(FILES), sizes, Path(folder), chosen.out, rows, notes)
 
 
 if __name__ == "__main__":

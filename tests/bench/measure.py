@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import statistics
 import sys
@@ -34,7 +35,7 @@ class Sizes:
     prompt: int = 512
     grown: int = 8192
     file_blocks: tuple[int, ...] = (256 * KIB, 2 * MIB, 16 * MIB)
-    file_total: int = 256 * MIB
+    file_total: int = 128 * MIB
     threads: int = 4
 
 
@@ -69,6 +70,16 @@ FILE_GOALS = {
     "LMCache fs_native (C++)": 1.0,
     "LMCache fs (Python)": 1.5,
 }
+
+
+def _sync(folder: Path) -> None:
+    """Bring all of a folder's filesystem to its disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            raise OSError(ctypes.get_errno(), "syncfs")
+    finally:
+        os.close(fd)
 
 
 def say(what: str) -> None:
@@ -129,9 +140,10 @@ def _daemon_rows(sizes: Sizes) -> dict[str, Row]:
     }
 
 
-def daemons(peers: Sequence[Peer], sizes: Sizes, logs: Path, notes: dict[str, str]) -> list[Row]:
+def daemons(peers: Sequence[Peer], sizes: Sizes, logs: Path, into: list[Row], notes: dict[str, str]) -> None:
     """Measure lookups, stores and loads through daemons."""
     rows = _daemon_rows(sizes)
+    into += rows.values()
     with Group(peers, logs, notes) as group:
         for name, peer in group.turn(0):
             with group.noted(name):
@@ -149,7 +161,6 @@ def daemons(peers: Sequence[Peer], sizes: Sizes, logs: Path, notes: dict[str, st
                 with group.noted(name):
                     for what, value in _daemon_round(peer, sizes).items():
                         rows[what].add(name, value)
-    return list(rows.values())
 
 
 def _daemon_round(peer: Running, sizes: Sizes) -> dict[str, float]:
@@ -169,10 +180,13 @@ def _daemon_round(peer: Running, sizes: Sizes) -> dict[str, float]:
     return found
 
 
-def footprint(peers: Sequence[Peer], sizes: Sizes, logs: Path, notes: dict[str, str]) -> list[Row]:
+def footprint(
+    peers: Sequence[Peer], sizes: Sizes, logs: Path, into: list[Row], notes: dict[str, str]
+) -> None:
     """Measure what memory daemons need beside their pools."""
     idle = Row("memory of the idle daemon", "MB", IDLE, False)
     block = Row("memory per resident block", "B", f"{sizes.grown:,} blocks. {PER_BLOCK}", False)
+    into += [idle, block]
     for peer in peers:
         say(f"memory of {peer.name}")
         try:
@@ -184,28 +198,30 @@ def footprint(peers: Sequence[Peer], sizes: Sizes, logs: Path, notes: dict[str, 
                 block.add(peer.name, max(0, resident(pids) - before) / sizes.grown)
         except PeerError as error:
             notes.setdefault(peer.name, str(error))
-    return [idle, block]
 
 
-def files(peers: Sequence[Peer], sizes: Sizes, folder: Path, logs: Path, notes: dict[str, str]) -> list[Row]:
+def files(
+    peers: Sequence[Peer], sizes: Sizes, folder: Path, logs: Path, into: list[Row], notes: dict[str, str]
+) -> None:
     """Measure filesystem tiers in a folder; through the page cache and around it."""
-    rows = []
     with Group(peers, logs, notes) as group:
         for direct in (False, True):
             for block_bytes in sizes.file_blocks:
                 say(f"files of {block_bytes >> 10} KiB, {'direct' if direct else 'cached'}")
-                rows += _files(group, sizes, folder, block_bytes, direct)
-    return rows
+                _files(group, sizes, folder, block_bytes, direct, into)
 
 
-def _files(group: Group, sizes: Sizes, folder: Path, block_bytes: int, direct: bool) -> list[Row]:
+def _files(group: Group, sizes: Sizes, folder: Path, block_bytes: int, direct: bool, into: list[Row]) -> None:
     count = max(1, sizes.file_total // block_bytes)
     size = f"{block_bytes >> 10} KiB" if block_bytes < MIB else f"{block_bytes >> 20} MiB"
     way = "direct" if direct else "cached"
     state = "O_DIRECT" if direct else "Through the page cache, loads of what was just stored"
     how = f"{state}; {sizes.file_total >> 20} MiB by {sizes.threads} threads, {FILES}"
     goals = FILE_GOALS if block_bytes >= 256 * KIB else {}
-    rows = {verb: Row(f"fs {verb} {size}, {way}", "GB/s", how, True, goals) for verb in ("store", "load")}
+    name = {verb: f"fs {verb} {size}, {way}" for verb in ("store", "load")}
+    rows = {verb: Row(name[verb], "GB/s", how, True, goals) for verb in name}
+    work = {verb: Row(f"{name[verb]}: CPU", "s/GiB", how, False) for verb in name}
+    into += [*rows.values(), *work.values()]
     for name, peer in group.turn(0):
         with group.noted(name):
             place = folder / "".join(filter(str.isalnum, name))
@@ -217,20 +233,20 @@ def _files(group: Group, sizes: Sizes, folder: Path, block_bytes: int, direct: b
                 threads=sizes.threads,
                 direct=direct,
             )
-            _file_round(peer)  # to warm up
+            _file_round(peer, folder)  # to warm up
     for number in range(sizes.rounds):
         for name, peer in group.turn(number):
             with group.noted(name):
-                for verb, seconds in _file_round(peer).items():
-                    rows[verb].add(name, count * block_bytes / GB / seconds)
+                for verb, (wall, cpu) in _file_round(peer, folder).items():
+                    rows[verb].add(name, count * block_bytes / GB / wall)
+                    work[verb].add(name, cpu / (count * block_bytes / GIB))
     for name, peer in group.turn(0):
         with group.noted(name):
             peer.ask("close")
-    return list(rows.values())
 
 
-def _file_round(peer: Running) -> dict[str, float]:
-    os.sync()  # nobody pays for what another one wrote
+def _file_round(peer: Running, folder: Path) -> dict[str, tuple[float, float]]:
+    _sync(folder)  # nobody pays for what another one wrote
     seconds = {"store": peer.ask("store"), "load": peer.ask("load")}
     if wrong := peer.ask("wrong"):
         raise PeerError(f"{wrong} blocks came back with other bytes")

@@ -25,11 +25,11 @@ class Files:
         self.arena = Arena(block_bytes, count)
         self.bench = self._run(self.stack.enter_async_context(bench_tiers.opened(tier, self.arena)))
 
-    def store(self) -> float:
-        return lines.timed(lambda: self._run(self.bench.store()))
+    def store(self) -> tuple[float, float]:
+        return lines.cost(lambda: self._run(self.bench.store()))
 
-    def load(self) -> float:
-        return lines.timed(lambda: self._run(self.bench.load()))
+    def load(self) -> tuple[float, float]:
+        return lines.cost(lambda: self._run(self.bench.load()))
 
     def wrong(self) -> int:
         return self.arena.wrong()

@@ -46,6 +46,13 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def cost(call: Callable[[], object]) -> tuple[float, float]:
+    """Return a call's wall time, and the processor time of all threads of this process, in seconds."""
+    cpu = time.process_time()
+    wall = timed(call)
+    return wall, time.process_time() - cpu
+
+
 class Memory:
     """Page-aligned memory that is touched: ``count`` blocks to store, and as many to load into."""
 

@@ -54,16 +54,16 @@ class Files:
         data = whole[number * size : (number + 1) * size]
         return TensorMemoryObj(raw_data=data, metadata=metadata, parent_allocator=None)
 
-    def store(self) -> float:
+    def store(self) -> tuple[float, float]:
         self.round += 1
         self.keys = [
             ObjectKey(chunk_hash=lines.key(self.round, number), model_name="bench", kv_rank=0)
             for number in range(self.memory.count)
         ]
-        return lines.timed(self._store)
+        return lines.cost(self._store)
 
-    def load(self) -> float:
-        return lines.timed(self._load)
+    def load(self) -> tuple[float, float]:
+        return lines.cost(self._load)
 
     def wrong(self) -> int:
         return self.memory.wrong()

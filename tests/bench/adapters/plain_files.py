@@ -21,12 +21,12 @@ class Files:
         self.pool = ThreadPoolExecutor(threads)
         self.round = 0
 
-    def store(self) -> float:
+    def store(self) -> tuple[float, float]:
         self.round += 1
-        return lines.timed(lambda: self._all(self._write))
+        return lines.cost(lambda: self._all(self._write))
 
-    def load(self) -> float:
-        return lines.timed(lambda: self._all(self._read))
+    def load(self) -> tuple[float, float]:
+        return lines.cost(lambda: self._all(self._read))
 
     def wrong(self) -> int:
         return self.memory.wrong()

@@ -47,12 +47,12 @@ class Files:
         self.context = ReqContext(req_id="bench")
         self.number = self.round = 0
 
-    def store(self) -> float:
+    def store(self) -> tuple[float, float]:
         self.round += 1
-        return lines.timed(lambda: self._all(self.tier.submit_store, 0))
+        return lines.cost(lambda: self._all(self.tier.submit_store, 0))
 
-    def load(self) -> float:
-        return lines.timed(lambda: self._all(self.tier.submit_load, self.memory.count))
+    def load(self) -> tuple[float, float]:
+        return lines.cost(lambda: self._all(self.tier.submit_load, self.memory.count))
 
     def wrong(self) -> int:
         return self.memory.wrong()

@@ -264,7 +264,8 @@ class Loads:
                 break
             rest.popleft()
             space.blocks.pin(node)
-            self.promotion.claim(node)
+            if self.promotion.grace:
+                self.promotion.claim(node)
             load.nodes.append(node)
             if node.state is LOADING:
                 load.sources.append(node.source)

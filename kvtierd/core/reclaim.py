@@ -25,8 +25,6 @@ def reclaim(stack: Stack, wanting: PoolSpace) -> bool:
     nothing to another.
     """
     primary = stack.primary
-    if len(primary.spaces) == 1 and wanting.namespace in primary.spaces:
-        return False
     returned = 0
     for namespace, space in list(primary.spaces.items()):
         while not (space is wanting or space.attached or _is_protected(stack, space, wanting)):

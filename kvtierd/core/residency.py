@@ -166,7 +166,8 @@ class ResidentSet:
 
     def add(self, node: Node) -> None:
         """Put a block in and protect its parent. Its id must not be in the set."""
-        self._enter(self._family(node.block.id.namespace), node)
+        namespace = node.block.id.namespace
+        self._enter(self._families.get(namespace) or self._family(namespace), node)
         if not node.pins:
             self.offer(node)
 
@@ -243,7 +244,8 @@ class ResidentSet:
         """Take one pin away; a block without pins may be evicted."""
         assert node.pins > 0, node
         node.pins -= 1
-        self.offer(node)
+        if not (node.pins or node.children):
+            self.offer(node)
 
     def touch(self, node: Node) -> None:
         """Note a use of the block."""

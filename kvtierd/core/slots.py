@@ -26,59 +26,55 @@ class ExtentMap:
 
     def __init__(self, units: int) -> None:
         self.units = units
-        self._free: list[tuple[int, int]] = [(0, units)] if units else []
+        self.free_runs: list[tuple[int, int]] = [(0, units)] if units else []
+        """Start and length of each, in order; only looked at from outside."""
 
     @property
     def free_units(self) -> int:
         """Units that no arena holds."""
-        return sum(units for _, units in self._free)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no unit is free."""
-        return not self._free
+        return sum(units for _, units in self.free_runs)
 
     def has_run(self, units: int) -> bool:
         """Whether some free run has so many units."""
-        return any(run >= units for _, run in self._free)
+        return any(run >= units for _, run in self.free_runs)
 
     def take(self, wanted: int, multiple: int) -> Extent | None:
         """Take up to ``wanted`` units in one run, a positive multiple of ``multiple``."""
-        for index, (start, units) in enumerate(self._free):
+        for index, (start, units) in enumerate(self.free_runs):
             take = min(units, wanted) // multiple * multiple
             if not take:
                 continue
             if take == units:
-                del self._free[index]
+                del self.free_runs[index]
             else:
-                self._free[index] = (start + take, units - take)
+                self.free_runs[index] = (start + take, units - take)
             return Extent(start, take)
         return None
 
     def claim(self, extent: Extent) -> bool:
         """Take this very run; ``False`` when not all of it is free."""
-        index = bisect.bisect(self._free, (extent.start, self.units + 1)) - 1
+        index = bisect.bisect(self.free_runs, (extent.start, self.units + 1)) - 1
         if index < 0 or extent.units <= 0:
             return False
-        start, units = self._free[index]
+        start, units = self.free_runs[index]
         end = extent.start + extent.units
         if end > start + units:
             return False
         rest = [(start, extent.start - start), (end, start + units - end)]
-        self._free[index : index + 1] = [run for run in rest if run[1]]
+        self.free_runs[index : index + 1] = [run for run in rest if run[1]]
         return True
 
     def give(self, extent: Extent) -> None:
         """Give a run back."""
-        index = bisect.bisect(self._free, (extent.start, 0))
-        self._free.insert(index, (extent.start, extent.units))
+        index = bisect.bisect(self.free_runs, (extent.start, 0))
+        self.free_runs.insert(index, (extent.start, extent.units))
         merged: list[tuple[int, int]] = []
-        for start, units in self._free[max(0, index - 1) : index + 2]:
+        for start, units in self.free_runs[max(0, index - 1) : index + 2]:
             if merged and sum(merged[-1]) == start:
                 merged[-1] = (merged[-1][0], merged[-1][1] + units)
             else:
                 merged.append((start, units))
-        self._free[max(0, index - 1) : index + 2] = merged
+        self.free_runs[max(0, index - 1) : index + 2] = merged
 
 
 class Arena:
@@ -109,8 +105,6 @@ class Arena:
 
     def grow(self) -> bool:
         """Take one more extent from the pool; ``False`` when no run of one slot is left."""
-        if self._map.is_full:
-            return False
         wanted = max(self.slot_units, self._map.units // EXTENTS_PER_POOL)
         if self.room is not None:
             wanted = min(wanted, self.room())
@@ -132,7 +126,7 @@ class Arena:
 
     def take(self) -> int | None:
         """Take a free slot (its first unit), growing if need be."""
-        if self._free or self.grow():
+        if self._free or (self._map.free_runs and self.grow()):
             return self._free.pop()
         return None
 

@@ -91,7 +91,7 @@ class Stack:
     def take_slot(self, space: PoolSpace) -> int | None:
         """Return a slot that is free, new, given up by a detached layout, or evicted; else ``None``."""
         slot = space.arena.take()
-        if slot is None and reclaim(self, space):
+        if slot is None and len(self.primary.spaces) > 1 and reclaim(self, space):
             slot = space.arena.take()
         if slot is not None:
             return slot

@@ -38,6 +38,7 @@ class Stores:
         """Reserve what can be reserved; what cannot is named with the reason."""
         space = self._stack.primary.spaces[session.namespace]
         index, namespace, sizes = space.index, session.namespace, space.geometry.payload_bytes
+        only = sizes[0] if len(sizes) == 1 else 0
         metas: Sequence[BlockMeta | None] = request.meta or (None,) * len(request.keys)
         reserved: dict[BlockKey, Node] = {}
         skipped: list[Skipped] = []
@@ -48,7 +49,8 @@ class Stores:
             if there is not None:
                 skipped.append(Skipped(key, self._present(space, there)))
                 continue
-            block = Block(BlockId(namespace, key), sizes[group_of(key)], meta, session.dp_rank)
+            size = only or sizes[group_of(key)]
+            block = Block(BlockId(namespace, key), size, meta, session.dp_rank)
             node = Node(block, State.RESERVED, -1, generation, 0, 1)
             reason = self._reserve(space, node, refused)
             if reason is None:
@@ -68,7 +70,7 @@ class Stores:
                 generation=generation,
                 pool_id=self._stack.pool_id,
                 keys=tuple(reserved),
-                slots=tuple(node.slot for node in reserved.values()),
+                slots=tuple([node.slot for node in reserved.values()]),
                 skipped=tuple(skipped),
             ),
         )

@@ -189,8 +189,9 @@ class PrimaryTier(Tier):
 
     def unpin(self, nodes: Iterable[Node]) -> None:
         """Take a pin of each away, wherever the nodes live."""
+        spaces = self.spaces
         for node in nodes:
-            self.space_of(node).unpin(node)
+            spaces[node.block.id.namespace].unpin(node)
 
     def forget(self, node: Node, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""

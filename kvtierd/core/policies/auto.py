@@ -121,14 +121,10 @@ class Auto(Aging):
             self._age()
         while self._filled:
             node = min(self._shelves[self._worst_first[_first(self._filled)]][:_COMPARED], key=_last_use)
-            if not self._outgrew(node):
+            if self.clock - node.touch < _ENDS[node.shelf % BUCKETS]:
                 return node
-            self._reshelve(node)
+            self._reshelve(node)  # it is older than its shelf by now
         return None
-
-    def _outgrew(self, node: Node) -> bool:
-        """Whether an offered block is older than its shelf by now; its class is always right."""
-        return self.clock - node.touch >= _ENDS[node.shelf % BUCKETS]
 
     def _reshelve(self, node: Node) -> None:
         self.withdraw(node)
@@ -151,13 +147,14 @@ class Auto(Aging):
         """Move a few blocks on that outgrew their shelf; the hand goes round over all shelves."""
         rank, at = self._hand
         for _ in range(_RESHELVED):
-            shelf = self._shelves[self._worst_first[rank]]
+            number = self._worst_first[rank]
+            shelf = self._shelves[number]
             if at >= len(shelf):
                 rank, at = self._next(rank), 0
-            elif self._outgrew(shelf[at]):
-                self._reshelve(shelf[at])
-            else:
+            elif self.clock - shelf[at].touch < _ENDS[number % BUCKETS]:
                 at += 1
+            else:
+                self._reshelve(shelf[at])
         self._hand = (rank, at)
 
     def _next(self, rank: int) -> int:

@@ -9,27 +9,31 @@ if TYPE_CHECKING:
 
 _BITS = 8
 _MASK = (1 << _BITS) - 1
-_LEVELS = 6
 
 
 class Order:
-    """A radix tree of bit masks over numbers below 2^48; most changes touch only its lowest level.
+    """A radix tree of bit masks over whole numbers; most changes touch only its lowest level.
 
     Unlike a lazy heap it has no stale entries to wade through: a million blocks that were pinned one by one
-    cost the next question nothing.
+    cost the next question nothing. It grows a level when a number needs one: three reach to 2^24.
     """
 
-    __slots__ = ("_levels", "_nodes")
+    __slots__ = ("_end", "_levels", "_nodes")
 
     def __init__(self) -> None:
         self._nodes: dict[int, Node] = {}
-        self._levels: tuple[dict[int, int], ...] = tuple({} for _ in range(_LEVELS))
+        self._levels: list[dict[int, int]] = [{}]
+        """From the lowest; a mask says which numbers of the level below are there."""
+        self._end = 1 << _BITS
+        """The first number that needs one more."""
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def add(self, number: int, node: Node) -> None:
         """Put a node at a number that is free."""
+        if number >= self._end:
+            self._deepen(number)
         self._nodes[number] = node
         for level in self._levels:
             upper = number >> _BITS
@@ -38,6 +42,11 @@ class Order:
             if mask:
                 return
             number = upper
+
+    def _deepen(self, number: int) -> None:
+        while number >= self._end:
+            self._levels.append({0: 1} if self._nodes else {})
+            self._end <<= _BITS
 
     def remove(self, number: int) -> None:
         """Free a number."""

@@ -59,20 +59,25 @@ def _round_trip(peer: socket.socket, request: bytes, buffer: bytearray) -> Calla
 
 
 def in_turns(
-    calls: dict[str, Callable[[], object]], seconds: float, rounds: int = 10
+    calls: dict[str, Callable[[], object]],
+    seconds: float,
+    rounds: int = 10,
+    undo: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Call each many times, in turns so that a busy moment hits all; returns the seconds of every call."""
+    """Call each many times, in turns so that a busy moment hits all; returns the seconds of every call.
+
+    ``undo`` is called after each and not timed.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     clock = time.perf_counter
     for _ in range(rounds):
         for name, call in calls.items():
             end = clock() + seconds / rounds / len(calls)
-            before = clock()
-            while before < end:
+            while (before := clock()) < end:
                 call()
-                after = clock()
-                times[name].append(after - before)
-                before = after
+                times[name].append(clock() - before)
+                if undo is not None:
+                    undo()
     return times
 
 

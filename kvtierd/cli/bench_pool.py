@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtierd.cli.bench_echo import in_turns, percentile
 from kvtierd.cli.bench_figures import Figure
@@ -11,6 +15,8 @@ from kvtierd.client import Client, Group, Layout, Session
 from kvtierd.testing.local_daemon import LocalDaemon, short_folder
 
 BATCH = 16
+Buffer = bytearray | memoryview
+Calls = dict[str, Callable[[], object]]
 
 
 def measure(*, block_bytes: int, seconds: float) -> list[Figure]:
@@ -34,42 +40,55 @@ def measure(*, block_bytes: int, seconds: float) -> list[Figure]:
 def _measure(session: Session, block_bytes: int, seconds: float) -> list[Figure]:
     keys, metas = chain_of(BATCH, b"kvtierd bench pool")
     source = [bytearray(b"\x07" * block_bytes) for _ in range(BATCH)]
-    target = [bytearray(block_bytes) for _ in range(BATCH)]
+    with contextlib.ExitStack() as stack:
+        shared, private = stack.enter_context(_shared(block_bytes)), [bytearray(block_bytes) for _ in source]
 
-    def memcpy() -> None:
-        for into, block in zip(target, source, strict=True):
-            copy_bytes(into, block)
+        def memcpy(into: Sequence[Buffer], blocks: Sequence[Buffer]) -> None:
+            for target, block in zip(into, blocks, strict=True):
+                copy_bytes(target, block)
 
-    def store(*, copy: bool = True) -> None:
-        job = session.prepare_store(keys, metas, POOL_ONLY)
-        for view, block in zip(job.views(), source, strict=True) if copy else ():
-            copy_bytes(view, block)
-        if len(job.commit()) != BATCH:
-            raise AssertionError("a daemon with room refused blocks")
+        def store(*, copy: bool = True) -> None:
+            job = session.prepare_store(keys, metas, POOL_ONLY)
+            memcpy(job.views() if copy else (), source if copy else ())
+            if len(job.commit()) != BATCH:
+                raise AssertionError("a daemon with room refused blocks")
 
-    def cycle(*, copy: bool) -> None:
-        store(copy=copy)
-        session.evict(keys)
+        def forget() -> None:
+            session.evict(keys)
+            session.lookup(keys)  # answered when the removals are told: the next store waits for nothing
 
-    def load(*, copy: bool) -> None:
-        with session.load(keys) as got:
-            for into, view in zip(target, got.views(), strict=True) if copy else ():
-                copy_bytes(into, view)
+        def load(*, copy: bool) -> None:
+            with session.load(keys) as got:
+                memcpy(private if copy else (), got.views() if copy else ())
 
-    half = seconds / 2
-    stores = in_turns(
-        {"all": lambda: cycle(copy=True), "control": lambda: cycle(copy=False), "memcpy": memcpy}, half
-    )
-    store()
-    loads = in_turns(
-        {"all": lambda: load(copy=True), "control": lambda: load(copy=False), "memcpy": memcpy}, half
-    )
-    if target != source:
-        raise AssertionError("a load brought other bytes than were stored")
-    return [*_figures("store", block_bytes, stores), *_figures("load", block_bytes, loads)]
+        stores: Calls = {"all": store, "control": lambda: store(copy=False)}
+        stored = in_turns(stores | {"memcpy": lambda: memcpy(shared, source)}, seconds / 2, undo=forget)
+        store()
+        loads: Calls = {"all": lambda: load(copy=True), "control": lambda: load(copy=False)}
+        loaded = in_turns(loads | {"memcpy": lambda: memcpy(private, shared)}, seconds / 2)
+        if private != source:
+            raise AssertionError("a load brought other bytes than were stored")
+    return [*_figures("store", block_bytes, stored), *_figures("load", block_bytes, loaded)]
 
 
-def copy_bytes(into: bytearray | memoryview, source: bytearray | memoryview) -> None:
+@contextlib.contextmanager
+def _shared(block_bytes: int) -> Iterator[list[memoryview]]:
+    """Give blocks of memory such as the pool is: of a memfd, touched, in pages of the same size."""
+    fd = os.memfd_create("kvtierd-bench", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, BATCH * block_bytes)
+        mapping = mmap.mmap(fd, BATCH * block_bytes)
+    finally:
+        os.close(fd)
+    with mapping, memoryview(mapping) as whole:
+        whole[:] = b"\x07" * len(whole)
+        blocks = [whole[start : start + block_bytes] for start in range(0, len(whole), block_bytes)]
+        yield blocks
+        for block in blocks:
+            block.release()
+
+
+def copy_bytes(into: Buffer, source: Buffer) -> None:
     """Copy as a C program would, without the interpreter's lock (assigning to a view would hold it)."""
     there, here = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (into, source))
     ctypes.memmove(there, here, len(source))

@@ -42,8 +42,9 @@ _LAYOUT = Layout(
 def measure(sizes: Sequence[int]) -> list[Figure]:
     """Measure with so many resident blocks; the smallest size is the bare one of the others.
 
-    But for two: the longest garbage collection is beside one of everything, which the daemon avoids, and a
-    token is that of blocks with token ids, beside blocks without.
+    But for three: a lookup is also beside a bare dictionary of as many keys, whose time grows with the
+    misses of the processor's caches; the longest garbage collection is beside one of everything, which the
+    daemon avoids; and a token is that of blocks with token ids, beside blocks without.
     """
     found = [_in_a_child(size) for size in sizes]
     figures = []
@@ -54,6 +55,8 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
             ("memory", "B/block"),
         ):
             figures.append(Figure(f"{size:,} blocks: {name}", values[name], unit, found[0][name]))
+        lookup, bare = values["lookup, a key"], values["lookup, bare"]
+        figures.append(Figure(f"{size:,} blocks: lookup beside a dictionary's", lookup, "us", bare))
         waits, pause = values["lookup of 16, p99.9"], values["longest collection"]
         figures.append(Figure(f"{size:,} blocks: lookup of 16, p99.9", waits, "us"))
         figures.append(Figure(f"{size:,} blocks: longest collection", pause, "us", values["full collection"]))
@@ -135,14 +138,21 @@ def _one(size: int, *, tokens: bool) -> dict[str, float]:
         for number in range(size // CHAIN):
             core.store(core.prepare(number))
     memory = (_rss() - before) / size
-    lookups, stores = [], []
+    lookups, bare, stores = [], [], []
+    numbers = range(core.made - size // CHAIN, core.made)
+    index = dict.fromkeys(key for number in numbers for key in core.keys(number))
     for at in range(200):
+        keys = [
+            key for i in range(LOOKUP // CHAIN) for key in core.keys(numbers[(at * 7 + i) % len(numbers)])
+        ]
+        bare.append(_seconds(lambda keys: list(map(index.get, keys)), keys) / LOOKUP)
         lookups.append(_seconds(core.ladder.handle, core.newest(at, LOOKUP // CHAIN), 0.0) / LOOKUP)
         stores.append(_seconds(core.store, core.prepare(core.made)) / CHAIN)
     waits = _longest_waits(core)
     gc.unfreeze()
     return {
         "lookup, a key": statistics.median(lookups) * 1e6,
+        "lookup, bare": statistics.median(bare) * 1e6,
         "store with eviction, a block": statistics.median(stores) * 1e6,
         "memory": memory,
         "lookup of 16, p99.9": waits,

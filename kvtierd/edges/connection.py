@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kvtierd.core.effects import Attached, ErrorCode, Refused, Reply
-from kvtierd.core.inventory import Survey
 from kvtierd.core.stimuli import Asked, Attach, LadderRequest, SessionClosed
 from kvtierd.edges.peers import peer_of
 from kvtierd.edges.request_figures import Unanswered
+from kvtierd.edges.survey_pages import Pages
 from kvtierd.errors import RemoteProtocolError
 from kvtierd.logs.events import event
 from kvtierd.wire.handover import HandedConnection
@@ -24,7 +24,6 @@ from kvtierd.wire.messages import (
     Order,
     StatusReport,
     StatusRequest,
-    SurveyPage,
     SurveyRequest,
     Unattached,
     verb_of,
@@ -65,7 +64,7 @@ class EngineConnection(asyncio.Protocol):
         self.outstanding = 0
         """Requests that wait for a turn's answer."""
         self._asked = Unanswered(server.requests)
-        self._survey: Survey | None = None
+        self._pages = Pages(server.survey, server.path)
         self._loop = asyncio.get_running_loop()
         self._began: float | None = self._loop.time()
         """When it connected, until it said hello; then, since when it owes the rest of a message."""
@@ -204,7 +203,7 @@ class EngineConnection(asyncio.Protocol):
             status = self._server.recent_status if self.in_line else self._server.status
             self._send([StatusReport(id=request.id, body=status())])
         elif isinstance(request, SurveyRequest):
-            self._send([self._next_page(request)])
+            self._send([self._pages.next(request)])
         elif isinstance(request, Order):
             self._order(request)
         elif (refusal := self._refusal(request)) is not None:
@@ -288,25 +287,6 @@ class EngineConnection(asyncio.Protocol):
         self.outstanding += 1
         if (reply := order(self.number, request)) is not None:
             self.deliver([reply])
-
-    def _next_page(self, request: SurveyRequest) -> SurveyPage | Refused:
-        if self._server.survey is None:
-            where = self._server.path.with_name("control.sock")
-            return Refused(id=request.id, code=ErrorCode.NOT_ALLOWED, message=f"surveys are made at {where}")
-        if request.cursor == 0:
-            begun = self._server.survey(request.tier)
-            if isinstance(begun, str):
-                return Refused(id=request.id, code=ErrorCode.UNKNOWN_TIER, message=begun)
-            self._survey = begun
-        survey = self._survey
-        if survey is None or request.cursor != survey.position:
-            message = "no survey stands at this cursor: begin with cursor 0"
-            return Refused(id=request.id, code=ErrorCode.BAD_REQUEST, message=message)
-        entries = survey.page(request.limit)
-        if len(entries) < request.limit:
-            self._survey = None
-        cursor = survey.position if self._survey is not None else 0
-        return SurveyPage(id=request.id, entries=entries, cursor=cursor, models=survey.models(entries))
 
     # -- out ----------------------------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ class Ladder:
         )
 
     def _touch(self, session: Session, request: stimuli.Touch) -> None:
-        count = self.stack.touch(block_ids(session.namespace, request.keys))
+        count = self.stack.touch(session.namespace, request.keys)
         self.stack.answer(session.number, Done(id=request.id, count=count))
 
     def _evict(self, session: Session, request: stimuli.Evict) -> None:

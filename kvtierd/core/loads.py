@@ -73,21 +73,23 @@ class Loads:
         fresh: list[Node] = []
         states = self._states(space, request.keys, below, fresh)
         if request.touch:
-            self._stack.touch(ids)
+            self._stack.touch(session.namespace, request.keys)
         if request.promote and self.probing:
             self._probe(ids, states, scope)
         counted = self._count(states, below, fresh, looks=request.everywhere and not request.promote)
         prefix = _until(states, MISS)
         sources: list[str] = []
         if request.promote:
-            self._promote(space, ids, prefix, states, scope, counted=counted)
+            if COLD in states[:prefix]:
+                self._promote(space, ids, prefix, states, scope, counted=counted)
             if PENDING in states:
                 sources = [_source(space.blocks.get(block_id)) for block_id in ids[:prefix]]
         lease, nodes = None, self._held(space, ids, states, request) if request.lease is not None else []
         if request.lease is not None and nodes:
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
-            for node in nodes:
-                self.promotion.claim(node)
+            if self.promotion.grace:
+                for node in nodes:
+                    self.promotion.claim(node)
         self._stack.answer(
             session.number,
             LookedUp(
@@ -351,8 +353,9 @@ class Loads:
         self, session: Session, nodes: list[Node], seconds: float, *, exposed: bool, pinned: bool = False
     ) -> int:
         if not pinned:
+            pin = self._stack.primary.spaces[session.namespace].blocks.pin
             for node in nodes:
-                self._stack.primary.space_of(node).blocks.pin(node)
+                pin(node)
         number = self._sessions.next_number()
         deadline = self._stack.now + seconds
         self._sessions.leases[number] = Lease(

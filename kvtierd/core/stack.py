@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
-from kvtierd.core.model import BlockId, Departure
+from kvtierd.core.model import BlockId, BlockKey, Departure
 from kvtierd.core.reclaim import reclaim
 from kvtierd.core.residency import Node, State, leaf_first
 from kvtierd.core.tenants import Tenants
@@ -101,17 +101,15 @@ class Stack:
         self.primary.forget(victim, Departure.CAPACITY)
         return space.arena.take()
 
-    def touch(self, ids: Sequence[BlockId]) -> int:
+    def touch(self, namespace: str, keys: Sequence[BlockKey]) -> int:
         """Mark blocks as just used in every tier, the first one last; return how many residencies."""
-        count = 0
-        for block_id in reversed(ids):
-            node = self.primary.get(block_id)
-            if node is not None:
-                self.primary.space_of(node).blocks.touch(node)
+        space = self.primary.spaces[namespace]
+        find, touch, count = space.index.get, space.blocks.touch, 0
+        for key in reversed(keys):
+            if (node := find(key)) is not None:
+                touch(node)
                 count += 1
-            for tier in self.secondaries:
-                count += tier.touch(block_id, self.now)
-        return count
+        return count + sum(tier.touch(namespace, keys, self.now) for tier in self.secondaries)
 
     # -- removal ------------------------------------------------------------------------------------
 

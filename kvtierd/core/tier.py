@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtierd.core.gate import Gate
@@ -358,15 +358,18 @@ class SecondaryTier(Tier):
             or block_id.namespace in self.unwelcome_namespaces
         )
 
-    def touch(self, block_id: BlockId, now: float) -> bool:
-        """Note a use of a block, if it is there."""
-        node = self.blocks.get(block_id)
-        if node is None:
-            return False
-        self.blocks.touch(node)
-        if node.state is State.RESIDENT:
-            self.used_at(block_id, now)
-        return True
+    def touch(self, namespace: str, keys: Sequence[BlockKey], now: float) -> int:
+        """Note a use of the blocks that are there, the first one last; return how many those are."""
+        find, touch, count = self.blocks.of(namespace).get, self.blocks.touch, 0
+        aging = self.spec.ttl is not None
+        for key in reversed(keys):
+            if (node := find(key)) is None:
+                continue
+            touch(node)
+            count += 1
+            if aging and node.state is State.RESIDENT:
+                self.used_at(node.block.id, now)
+        return count
 
     def used_at(self, block_id: BlockId, when: float) -> None:
         """Note a use for the ttl."""

@@ -182,9 +182,7 @@ class EngineConnection(asyncio.Protocol):
         self._account()
         return self._wire.ready
 
-    def _answer_at_sight(
-        self, requests: list[Unattached | LadderRequest]
-    ) -> list[Unattached | LadderRequest]:
+    def _answer_at_sight(self, requests: list[Asking]) -> list[Asking]:
         """Answer those in front that need no turn; return the others, which may change what comes after."""
         frames: list[bytes] = []
         for request in requests:

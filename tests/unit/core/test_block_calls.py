@@ -17,10 +17,10 @@ PRODUCT = os.path.dirname(kvtierd.__file__)
 PROMPT = 64
 """Blocks in a request, so that what it costs as a whole weighs little."""
 
-STORE = 17
+STORE = 22
 """Reservation, commit and announcement; 32 before a node counted its children and commits went as a whole."""
-EVICTING = {"lru": 37, "s3fifo": 48, "arc": 46, "auto": 54}
-LOAD = 7
+EVICTING = {"lru": 44, "s3fifo": 56, "arc": 54, "auto": 62}
+LOAD = 10
 """Pinned, touched and released again."""
 
 

@@ -343,7 +343,7 @@ class Storing:
             self._next, index = self._next + BATCH, index + 1
             began = time.monotonic()
             job = self._session.prepare_store(
-                [block.id.key for block in blocks], meta=[block.meta for block in blocks]
+                [block.key for block in blocks], meta=[block.meta for block in blocks]
             )
             done.commits[blocks[0].hashes[0]] = time.monotonic()
             job.commit()

@@ -109,7 +109,7 @@ class Bench:
             deadline=tier.deadline,
         )
         self._blocks = [
-            Block(BlockId(NAMESPACE, block_key(hashlib.sha256(b"%d" % i).digest())), arena.block_bytes)
+            Block.of(BlockId(NAMESPACE, block_key(hashlib.sha256(b"%d" % i).digest())), arena.block_bytes)
             for i in range(arena.count)
         ]
 

@@ -99,7 +99,7 @@ def _lease(lease: Lease, now: float) -> HandedLease:
         number=lease.number,
         session=lease.session,
         engine=lease.engine,
-        namespace=lease.nodes[0].block.id.namespace,
+        namespace=lease.nodes[0].block.namespace,
         seconds=max(0.0, lease.deadline - now),
         slots=[node.slot for node in lease.nodes],
         exposed=lease.exposed,
@@ -129,7 +129,7 @@ def resume(ladder: Ladder, handed: Live, nodes: dict[int, Node], now: float) -> 
 def _resume_job(ladder: Ladder, job: HandedJob, nodes: dict[int, Node], now: float) -> None:
     own: dict[BlockKey, Node] = {}
     for slot, generation, block in job.blocks:
-        space = ladder.stack.primary.spaces[block.id.namespace]
+        space = ladder.stack.primary.spaces[block.namespace]
         node = Node(block, State.RESERVED, slot=slot, generation=generation)
         node.pins = 1
         if slot in job.gone:
@@ -137,7 +137,7 @@ def _resume_job(ladder: Ladder, job: HandedJob, nodes: dict[int, Node], now: flo
             space.leaving.add(node)
         else:
             space.blocks.add(node)
-        nodes[slot] = own[block.id.key] = node
+        nodes[slot] = own[block.key] = node
     ladder.sessions.jobs[job.number] = Job(
         number=job.number,
         session=job.session,

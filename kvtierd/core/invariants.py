@@ -110,10 +110,10 @@ def _check_set(blocks: ResidentSet) -> None:
     children: Counter[tuple[str, Link | None]] = Counter()
     for node in blocks:
         _require(not node.gone, f"a node of the set is marked gone: {node}")
-        children[node.block.id.namespace, node.parent] += 1
+        children[node.block.namespace, node.parent] += 1
     owned = set()
     for node in blocks:
-        name = (node.block.id.namespace, node.link)
+        name = (node.block.namespace, node.link)
         owned.add(name)
         _require(node.children == children[name], f"{node} has {children[name]} children, not as counted")
     orphans = {name: count for name, count in children.items() if name not in owned and name[1] is not None}

@@ -101,7 +101,7 @@ class Pages:
 def _entry(spec: TierSpec, node: Node) -> InventoryEntry:
     block = node.block
     locality = spec.locality.value if spec.locality is not None else None
-    return InventoryEntry(spec.name, spec.medium.value, locality, block.id.key, block.hashes, block.dp_rank)
+    return InventoryEntry(spec.name, spec.medium.value, locality, block.key, block.hashes, block.dp_rank)
 
 
 def _residencies(tier: str, blocks: ResidentSet, slot_bytes: int = 0) -> Iterator[SurveyEntry]:
@@ -109,6 +109,6 @@ def _residencies(tier: str, blocks: ResidentSet, slot_bytes: int = 0) -> Iterato
     for node in nodes:
         if node.state is State.RESIDENT and not node.gone:
             block = node.block
-            namespace, key = block.id
+            namespace, key = block.namespace, block.key
             hashes = block.hashes if block.hashes != (event_hash(key),) else ()
             yield SurveyEntry(tier, namespace, key, slot_bytes or node.size, block.dp_rank, hashes)

@@ -7,6 +7,7 @@ The public names of :mod:`kvtierd.client` (``BlockKey``, ``block_key``, ``BlockM
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 from collections.abc import Iterable
 from typing import Annotated, NamedTuple, NewType
@@ -61,6 +62,9 @@ def group_of(key: BlockKey) -> int:
     return 0 if key.endswith(_GROUP_0) else int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
+_new = tuple.__new__
+
+
 class BlockId(NamedTuple):
     """A block's identity in the daemon: equal keys of different namespaces are different blocks."""
 
@@ -70,8 +74,7 @@ class BlockId(NamedTuple):
 
 def block_ids(namespace: str, keys: Iterable[BlockKey]) -> list[BlockId]:
     """Return the identities of many keys (half the cost of calling ``BlockId`` for each)."""
-    new = tuple.__new__
-    return [new(BlockId, (namespace, key)) for key in keys]
+    return [_new(BlockId, (namespace, key)) for key in keys]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +109,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
 
 
+EventHash = int | bytes
+"""A block's name in events: an unsigned 64-bit integer, or bytes."""
+
+
 class BlockMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an event needs to describe a block by itself (field meanings as in vLLM's ``BlockStored``).
 
@@ -113,8 +120,8 @@ class BlockMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     (unsigned 64-bit integers or bytes); ``parent`` is the parent's last event hash.
     """
 
-    hashes: Annotated[tuple[int | bytes, ...], Meta(min_length=1)]
-    parent: int | bytes | None = None
+    hashes: Annotated[tuple[EventHash, ...], Meta(min_length=1)]
+    parent: EventHash | None = None
     token_ids: tuple[int, ...] = ()
     block_size: int = 0
     lora_id: int | None = None
@@ -162,21 +169,142 @@ def event_hash(key: BlockKey) -> int:
     return int.from_bytes(key[-8 - GROUP_BYTES : -GROUP_BYTES], "big")
 
 
-class Block(msgspec.Struct, frozen=True, gc=False):
-    """One block's description as tiers and events carry it; ``payload_bytes`` is over all ranks.
+class Common(msgspec.Struct, frozen=True, gc=False):
+    """What many blocks have in common, held once for all of them; ``described``: whether by metadata.
 
-    It is part of no cycle, and a million of them are nothing for the garbage collector to walk.
+    ``payload_bytes`` is over all ranks; the rest is as in :class:`BlockMeta`.
     """
 
-    id: BlockId
+    namespace: str
     payload_bytes: int
-    meta: BlockMeta | None = None
     dp_rank: int = 0
+    described: bool = False
+    block_size: int = 0
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[object, ...] | None, ...] | None = None
+    spec_kind: str | None = None
+    sliding_window: int | None = None
+
+
+_shared = functools.lru_cache(maxsize=4096)(Common)
+_encode = msgspec.msgpack.Encoder().encode
+# The parts of an engine's event of many blocks are taken out of the same ids one after the other.
+_unpack_tokens = functools.lru_cache(maxsize=8)(msgspec.msgpack.Decoder(tuple[int, ...]).decode)
+
+
+def _packed(token_ids: tuple[int, ...]) -> bytes:
+    """Return ids as msgpack, in no more memory than that: the encoder's own result keeps 25 bytes to spare."""
+    return bytes(memoryview(_encode(token_ids)))
+
+
+class Block(msgspec.Struct, frozen=True, gc=False):
+    """One block's description as tiers and events carry it; made by :meth:`of`.
+
+    A daemon has millions of them, so each is small: one hash is not wrapped in a tuple, ``tokens`` are the
+    ids as a msgpack array (3 to 5 bytes an id, where objects take 40; empty if there are none), ready to be
+    copied into an event, a journal or a file. It is part of no cycle, and nothing for the garbage collector.
+    """
+
+    common: Common
+    key: BlockKey
+    told_as: EventHash | tuple[EventHash, ...]
+    """The event hash, or several of them."""
+    parent: EventHash | None = None
+    """The parent's last event hash."""
+    tokens: bytes = b""
+
+    @classmethod
+    def of(
+        cls,
+        block_id: tuple[str, BlockKey],
+        payload_bytes: int,
+        meta: BlockMeta | None = None,
+        dp_rank: int = 0,
+        before: Block | None = None,
+    ) -> Block:
+        """Return a block with the words that its store brought; without any, its hash is the key's.
+
+        ``before``: a block that may be its parent; if it is, both refer to one number.
+        """
+        namespace, key = block_id
+        if meta is None:
+            return cls(_shared(namespace, payload_bytes, dp_rank), key, event_hash(key))
+        extra, hashes, tokens = meta.extra_keys, meta.hashes, meta.token_ids
+        # Other extra keys are of one block alone, and may hold what has no hash.
+        make = _shared if extra is None or extra == (None,) * len(extra) else Common
+        common = make(
+            namespace,
+            payload_bytes,
+            dp_rank,
+            True,
+            meta.block_size,
+            meta.lora_id,
+            meta.lora_name,
+            extra,
+            meta.spec_kind,
+            meta.sliding_window,
+        )
+        told_as = hashes[0] if len(hashes) == 1 else hashes
+        parent = meta.parent
+        if before is not None and before.told_as == parent:
+            parent = before.last_hash
+        return cls(common, key, told_as, parent, _packed(tokens) if tokens else b"")
 
     @property
-    def hashes(self) -> tuple[int | bytes, ...]:
+    def id(self) -> BlockId:
+        """Its identity, made anew each time: to be had once, and where ``key`` alone does not do."""
+        return _new(BlockId, (self.common.namespace, self.key))
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of its layout."""
+        return self.common.namespace
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of its payload, over all ranks."""
+        return self.common.payload_bytes
+
+    @property
+    def dp_rank(self) -> int:
+        """The dp rank that stored it."""
+        return self.common.dp_rank
+
+    @property
+    def hashes(self) -> tuple[EventHash, ...]:
         """The event hashes; derived from the key where the store brought no metadata."""
-        return self.meta.hashes if self.meta is not None else (event_hash(self.id.key),)
+        told_as = self.told_as
+        return told_as if isinstance(told_as, tuple) else (told_as,)
+
+    @property
+    def last_hash(self) -> EventHash:
+        """The event hash that children name as their parent."""
+        told_as = self.told_as
+        return told_as[-1] if isinstance(told_as, tuple) else told_as
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids, decoded."""
+        return _unpack_tokens(self.tokens) if self.tokens else ()
+
+    @property
+    def meta(self) -> BlockMeta | None:
+        """The metadata as the store brought it; takes time, for what is small or seldom."""
+        common = self.common
+        if not common.described:
+            return None
+        return BlockMeta(
+            hashes=self.hashes,
+            parent=self.parent,
+            token_ids=self.token_ids,
+            block_size=common.block_size,
+            lora_id=common.lora_id,
+            lora_name=common.lora_name,
+            extra_keys=common.extra_keys,
+            spec_kind=common.spec_kind,
+            sliding_window=common.sliding_window,
+        )
 
 
 class Departure(enum.StrEnum):

@@ -130,7 +130,7 @@ class Operator:
         found = Removals()
         for name, blocks, slot_bytes in self._sets():
             for node in blocks if name in tiers else ():
-                within = namespaces is None or node.block.id.namespace in namespaces
+                within = namespaces is None or node.block.namespace in namespaces
                 if within and node.state is State.RESIDENT:
                     found.note(name, slot_bytes or node.size)
         return found
@@ -234,7 +234,7 @@ class Operator:
     def _inside(self, evicting: _Evicting) -> Iterator[tuple[Node, int]]:
         for name, blocks, slot_bytes in self._sets():
             for node in blocks if name == evicting.tier.name else ():
-                if evicting.namespaces is None or node.block.id.namespace in evicting.namespaces:
+                if evicting.namespaces is None or node.block.namespace in evicting.namespaces:
                     yield node, slot_bytes or node.size
 
     @staticmethod

@@ -86,7 +86,7 @@ def _nodes(
     found: dict[str, dict[int, Node]] = {namespace: {} for namespace in state.shapes}
     try:
         for slot, generation, block in state.blocks.values():
-            found[block.id.namespace][slot] = Node(known(block), State.RESIDENT, slot, generation)
+            found[block.namespace][slot] = Node(known(block), State.RESIDENT, slot, generation)
         for one in held:
             found[one.namespace]
     except KeyError as error:
@@ -111,7 +111,7 @@ def _stand_in(ladder: Ladder, held: Held, nodes: dict[int, Node], reserved: set[
     space = ladder.stack.primary.spaces[held.namespace]
     for slot in held.slots:
         if slot not in nodes and slot not in reserved:
-            node = Node(Block(BlockId(space.namespace, NO_KEY), 0), State.RESERVED, slot=slot)
+            node = Node(Block.of(BlockId(space.namespace, NO_KEY), 0), State.RESERVED, slot=slot)
             node.gone = True
             nodes[slot] = node
             space.leaving.add(node)

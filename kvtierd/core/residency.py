@@ -71,7 +71,7 @@ class Node(msgspec.Struct, gc=False, eq=False):
 
     def __repr__(self) -> str:
         gone = " gone" if self.gone else ""
-        name = hash_of(self.block.id.key)[-4:].hex()
+        name = hash_of(self.block.key)[-4:].hex()
         return f"<{name} {self.state.value} slot={self.slot} pins={self.pins}{gone}>"
 
 
@@ -166,7 +166,7 @@ class ResidentSet:
 
     def add(self, node: Node) -> None:
         """Put a block in and protect its parent. Its id must not be in the set."""
-        namespace = node.block.id.namespace
+        namespace = node.block.common.namespace
         self._enter(self._families.get(namespace) or self._family(namespace), node)
         if not node.pins:
             self.offer(node)
@@ -185,7 +185,7 @@ class ResidentSet:
                 self.offer(node)
 
     def _enter(self, family: Family, node: Node) -> None:
-        key = node.block.id.key
+        key = node.block.key
         if family.nodes.setdefault(key, node) is not node:
             raise KeyError(key)
         node.link, parent = links_of(node.block)
@@ -210,7 +210,7 @@ class ResidentSet:
 
     def remove(self, node: Node) -> None:
         """Take a block out; its parent may become evictable. A pinned node keeps its slot till unpinned."""
-        namespace, key = node.block.id
+        namespace, key = node.block.namespace, node.block.key
         family = self._families[namespace]
         del family.nodes[key]
         node.gone = True
@@ -320,8 +320,8 @@ class ResidentSet:
 
 def links_of(block: Block) -> tuple[Link, Link | None]:
     """Return a block's own link and that of its parent."""
-    group = group_of(block.id.key)
-    link, parent = block.hashes[-1], block.meta.parent if block.meta is not None else None
+    group = group_of(block.key)
+    link, parent = block.last_hash, block.parent
     if not group:
         return link, parent
     return (group, link), (group, parent) if parent is not None else None
@@ -331,7 +331,7 @@ def leaf_first(nodes: Iterable[Node]) -> list[Node]:
     """Order blocks so that each comes before its parent (a ring, which ``add`` prevents, would be cut)."""
     families: dict[str, list[Node]] = {}
     for node in nodes:
-        families.setdefault(node.block.id.namespace, []).append(node)
+        families.setdefault(node.block.namespace, []).append(node)
     return [node for family in families.values() for node in _leaf_first(family)]
 
 

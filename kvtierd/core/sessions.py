@@ -203,4 +203,4 @@ class Sessions:
 
 
 def _held(number: int, engine: str, nodes: Sequence[Node]) -> Held:
-    return Held(number, engine, nodes[0].block.id.namespace, tuple(node.slot for node in nodes))
+    return Held(number, engine, nodes[0].block.namespace, tuple(node.slot for node in nodes))

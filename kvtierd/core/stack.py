@@ -148,7 +148,7 @@ class Stack:
     def _reset_secondary(
         self, tier: SecondaryTier, namespaces: Collection[str] | None, gone: Removals
     ) -> None:
-        chosen = (node for node in tier.blocks if namespaces is None or node.block.id.namespace in namespaces)
+        chosen = (node for node in tier.blocks if namespaces is None or node.block.namespace in namespaces)
         nodes = leaf_first(chosen)
         for node in nodes:
             if node.state is State.RESIDENT:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, SkipReason, group_of
+from kvtierd.core.model import Block, BlockKey, BlockMeta, SkipReason, group_of
 from kvtierd.core.residency import Link, Node, State, links_of
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Job, Session, Sessions
@@ -44,13 +44,15 @@ class Stores:
         skipped: list[Skipped] = []
         refused: set[Link] = set()
         generation = self._stack.next_generation()
+        block: Block | None = None
         for key, meta in zip(request.keys, metas, strict=True):
             there = index.get(key)
             if there is not None:
                 skipped.append(Skipped(key, self._present(space, there)))
+                block = there.block
                 continue
             size = only or sizes[group_of(key)]
-            block = Block(BlockId(namespace, key), size, meta, session.dp_rank)
+            block = Block.of((namespace, key), size, meta, session.dp_rank, block)
             node = Node(block, State.RESERVED, -1, generation, 0, 1)
             reason = self._reserve(space, node, refused)
             if reason is None:
@@ -151,7 +153,7 @@ class Stores:
         self._cascade.want(session.namespace, stored, job.store_to)
         for node, wished in wishes:
             for targets in wished:
-                self._cascade.want(session.namespace, [node.block.id.key], targets)
+                self._cascade.want(session.namespace, [node.block.key], targets)
 
     def abort(self, session: Session, request: Abort) -> None:
         """End a job without storing; the slots are free, on the scheduler's word."""

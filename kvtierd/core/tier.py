@@ -175,7 +175,7 @@ class PrimaryTier(Tier):
 
     def space_of(self, node: Node) -> PoolSpace:
         """Return the layout's share that a node lives in."""
-        return self.spaces[node.block.id.namespace]
+        return self.spaces[node.block.namespace]
 
     def get(self, block_id: BlockId) -> Node | None:
         """Return a block's node in any state."""
@@ -381,7 +381,7 @@ class SecondaryTier(Tier):
 
     def add(self, node: Node) -> None:
         """Put a block into the set, whatever its state, on its tenant's account."""
-        node.account = account = self.accounts.of(node.block.id.namespace)
+        node.account = account = self.accounts.of(node.block.namespace)
         account.held += node.size
         account.blocks += 1
         self.blocks.add(node)

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from msgspec.structs import replace
 
 from kvtierd.core.model import Block, BlockId, BlockMeta, Group, Layout, block_key
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
@@ -38,7 +37,7 @@ SIZE = 5000
 def block(number: int, *, size: int = SIZE, namespace: str = NAMESPACE, group: int = 0) -> Block:
     """Return a small block without metadata."""
     key = block_key(number.to_bytes(32, "big"), group)
-    return Block(BlockId(namespace, key), size)
+    return Block.of(BlockId(namespace, key), size)
 
 
 def payload(number: int, size: int = SIZE) -> bytes:
@@ -138,7 +137,7 @@ class BackendKit:
         "key", [b"\0", b"../../../../etc/x", b"/x", b"a\0b", b"\xff" * 64, b".", b"%2e%2e"]
     )
     def test_any_hash_of_1_to_64_bytes_is_a_name(self, backend: Backend, key: bytes) -> None:
-        odd = Block(BlockId(NAMESPACE, block_key(key, 2**31)), SIZE)
+        odd = Block.of(BlockId(NAMESPACE, block_key(key, 2**31)), SIZE)
         assert write(backend, odd, payload(3)).status is Status.OK
         assert read(backend, odd) == payload(3)
         assert [found.block.id for found in scanned(backend)] == [odd.id]
@@ -241,7 +240,7 @@ class BackendKit:
         ],
     )
     def test_a_scan_gives_back_all_of_a_block(self, backend: Backend, meta: BlockMeta | None) -> None:
-        described = replace(block(1), meta=meta, dp_rank=3)
+        described = Block.of(block(1).id, SIZE, meta, 3)
         write(backend, described, payload(1))
         (found,) = scanned(self.reopen(backend))
         assert found.block == described
@@ -249,10 +248,10 @@ class BackendKit:
 
     def test_other_metadata_does_not_make_a_block_corrupt(self, backend: Backend) -> None:
         meta = BlockMeta(hashes=(1,), token_ids=tuple(range(3000)))
-        write(backend, replace(block(1), meta=meta), payload(1))
+        write(backend, Block.of(block(1).id, SIZE, meta), payload(1))
         assert read(backend, block(1)) == payload(1)
         write(backend, block(2), payload(2))
-        assert read(backend, replace(block(2), meta=meta)) == payload(2)
+        assert read(backend, Block.of(block(2).id, SIZE, meta)) == payload(2)
 
     def test_a_scan_is_in_order_of_last_use(self, backend: Backend) -> None:
         blocks = [block(number) for number in range(6)]
@@ -280,7 +279,7 @@ class BackendKit:
     @pytest.mark.parametrize("size", [1, 4096, 4097])
     def test_the_estimate_is_what_a_write_and_a_scan_report(self, backend: Backend, size: int) -> None:
         meta = BlockMeta(hashes=(1,), token_ids=tuple(range(1500)))
-        for number, one in enumerate([block(1, size=size), replace(block(2, size=size), meta=meta)]):
+        for number, one in enumerate([block(1, size=size), Block.of(block(2).id, size, meta)]):
             estimate = backend.estimate(one)
             assert write(backend, one, payload(number, size)).stored_bytes == estimate
             (stored,) = [found.stored_bytes for found in scanned(backend) if found.block.id == one.id]

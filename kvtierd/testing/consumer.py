@@ -24,13 +24,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtierd.core.effects import InventoryEntry
-from kvtierd.core.model import group_of
+from kvtierd.core.model import EventHash, group_of
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
-    EventHash,
     UnknownEvent,
     decode_batch,
 )

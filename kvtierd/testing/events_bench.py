@@ -46,7 +46,9 @@ def stored(number: int) -> TierEvent:
         spec_kind="full_attention",
     )
     key = block_key(number.to_bytes(32, "big"))
-    return TierEvent(EventKind.STORED, "cpu", Medium.CPU, None, Block(BlockId("bench", key), 1 << 20, meta))
+    return TierEvent(
+        EventKind.STORED, "cpu", Medium.CPU, None, Block.of(BlockId("bench", key), 1 << 20, meta)
+    )
 
 
 class Child:

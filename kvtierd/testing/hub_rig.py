@@ -48,7 +48,7 @@ def event(
     """Return the store of a block, whose parent is the one before it; chains begin at every hundred."""
     parent = H + number - 1 if number % 100 else None
     meta = BlockMeta(hashes=(H + number,), parent=parent, token_ids=(number, 2, 3, 4), block_size=4)
-    block = Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
+    block = Block.of(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
     return TierEvent(kind, tier, medium, locality, block)
 
 

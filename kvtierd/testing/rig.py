@@ -278,9 +278,9 @@ class LadderRig:
         """Return what all events (of one namespace) so far add up to; each must be a real change."""
         state: set[Residency] = set()
         for event in self.events:
-            if namespace not in (None, event.block.id.namespace):
+            if namespace not in (None, event.block.namespace):
                 continue
-            entry = (event.tier, event.block.id.key)
+            entry = (event.tier, event.block.key)
             assert (entry in state) is (event.kind is EventKind.REMOVED), f"no change: {event}"
             (state.add if event.kind is EventKind.STORED else state.remove)(entry)
         return state
@@ -291,7 +291,7 @@ class LadderRig:
             (
                 event.kind.value,
                 event.tier,
-                event_hash(event.block.id.key) - (1 << 63),
+                event_hash(event.block.key) - (1 << 63),
             )
             for event in self.events
         ]
@@ -299,7 +299,7 @@ class LadderRig:
     def check(self) -> None:
         """Validate all invariants and that the stream equals the inventory."""
         validate(self.ladder)
-        for namespace in {self.layout.namespace(), *(event.block.id.namespace for event in self.events)}:
+        for namespace in {self.layout.namespace(), *(event.block.namespace for event in self.events)}:
             assert self.folded(namespace) == self.inventory(namespace)
 
 

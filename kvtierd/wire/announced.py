@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtierd.core.model import Block, BlockId, EventKind, Locality, Medium, TierEvent
+from kvtierd.wire.block_map import BlockMap
 
 
 class TierLabel(NamedTuple):
@@ -61,8 +62,8 @@ class Announced:
     ) -> None:
         self._pool_survived = pool_survived
         self._labels = {label.name: label for label in tiers}
-        self._told: dict[str, dict[BlockId, Block]] = {label.name: {} for label in tiers}
-        self._unconfirmed: dict[str, dict[BlockId, Block]] = {}
+        self._told = {label.name: BlockMap() for label in tiers}
+        self._unconfirmed: dict[str, BlockMap] = {}
         self._suspect: set[str] = set()
         self._history = history
         if history is None or not history.whole:
@@ -87,31 +88,37 @@ class Announced:
         if self._labels.get(label.name) != label:
             return None
         block = self._told[label.name].get(block_id)
-        return block if block is not None else self._unconfirmed.get(label.name, {}).get(block_id)
+        if block is None and label.name in self._unconfirmed:
+            block = self._unconfirmed[label.name].get(block_id)
+        return block
 
     def residencies(self) -> Iterator[tuple[TierLabel, BlockId]]:
         """Iterate over what readers know of as of now, each tier's in the order of its announcement."""
         history = self._history.entries if self._history is not None else {}
-        parts: list[tuple[TierLabel, Iterable[BlockId]]] = [
-            (label, list(ids)) for label, ids in history.items()
-        ]
-        for name, label in self._labels.items():
-            parts += ((label, list(ids)) for ids in (self._unconfirmed.get(name, {}), self._told[name]))
-        return ((label, block_id) for label, ids in parts for block_id in ids)
+        parts = [(label, list(blocks.values())) for label, blocks in history.items()]
+        parts += ((self._labels[name], list(blocks)) for name, blocks in self._known())
+        return ((label, block.id) for label, blocks in parts for block in blocks)
 
     def stores(self) -> list[TierEvent]:
         """Return the stores that tell all that readers know of, each tier's in the order of announcement."""
         return [
-            TierEvent(EventKind.STORED, *label, block)
-            for name, label in self._labels.items()
-            for blocks in (self._unconfirmed.get(name, {}), self._told[name])
-            for block in blocks.values()
+            TierEvent(EventKind.STORED, *self._labels[name], block)
+            for name, blocks in self._known()
+            for block in blocks
         ]
 
     def known(self, tier: str, block: Block) -> Block:
         """Return the entry of before if it says the same as a block just found, so that one can go."""
-        known = self._unconfirmed.get(tier, {}).get(block.id)
+        unconfirmed = self._unconfirmed.get(tier)
+        known = unconfirmed.get(block.id) if unconfirmed is not None else None
         return known if known is not None and known == block else block
+
+    def _known(self) -> Iterator[tuple[str, BlockMap]]:
+        """Yield what readers know of each tier, the earlier first."""
+        for name in self._labels:
+            if name in self._unconfirmed:
+                yield name, self._unconfirmed[name]
+            yield name, self._told[name]
 
     def begin(self) -> Told:
         """Take over what was told before; to be called once, before anything else."""
@@ -137,7 +144,7 @@ class Announced:
             leaving = doubts.get(label, {}) if stays else blocks
             removals += _removals(label, [block for key, block in blocks.items() if key in leaving])
             if stays:
-                self._unconfirmed[label.name] = {k: b for k, b in blocks.items() if k not in leaving}
+                self._unconfirmed[label.name] = BlockMap(b for k, b in blocks.items() if k not in leaving)
         return Told(seeds, removals)
 
     def advance(self, events: Iterable[TierEvent], *, scanned: Iterable[str] = ()) -> Told:
@@ -156,7 +163,7 @@ class Announced:
         for name in scanned:
             self._suspect.discard(name)
             if missing := self._unconfirmed.pop(name, None):
-                again += _removals(self._labels[name], list(missing.values()))
+                again += _removals(self._labels[name], list(missing))
         return Told(told.seeds, again + told.events) if again else told
 
     def _outlives(self, label: TierLabel) -> bool:
@@ -164,14 +171,15 @@ class Announced:
         return label.medium is not Medium.CPU or self._pool_survived
 
     def _stored(self, event: TierEvent, told: Told, again: list[TierEvent]) -> None:
-        blocks, block = self._told[event.tier], event.block
-        if block.id in blocks:
+        block = event.block
+        blocks = self._told[event.tier].of(block.namespace)
+        if block.key in blocks:
             self.repeated += 1
             return
-        old = self._unconfirmed[event.tier].pop(block.id, None) if event.tier in self._unconfirmed else None
-        blocks[block.id] = block
+        old = self._unconfirmed[event.tier].pop(block) if event.tier in self._unconfirmed else None
+        blocks[block.key] = block
         if old is not None:
-            if old is block or (old.meta == block.meta and old.dp_rank == block.dp_rank):
+            if old == block:
                 self.confirmed += 1
                 return
             again.append(TierEvent(EventKind.REMOVED, event.tier, event.medium, event.locality, old))
@@ -181,10 +189,9 @@ class Announced:
         told.events.append(event)
 
     def _removed(self, event: TierEvent, told: Told) -> None:
-        block_id = event.block.id
-        old = self._told[event.tier].pop(block_id, None)
+        old = self._told[event.tier].pop(event.block)
         if old is None and event.tier in self._unconfirmed:
-            old = self._unconfirmed[event.tier].pop(block_id, None)
+            old = self._unconfirmed[event.tier].pop(event.block)
         if old is None:
             self.unmatched += 1
         elif old is event.block:

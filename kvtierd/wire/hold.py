@@ -12,8 +12,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtierd.core.model import EventKind, Medium, TierEvent, group_of
-from kvtierd.wire.kvevents import BlockRemoved, BlockStored, EventHash, WireEvent
+from kvtierd.core.model import EventHash, EventKind, Medium, TierEvent, group_of
+from kvtierd.wire.kvevents import BlockRemoved, BlockStored, WireEvent
 from kvtierd.wire.projection import DEVICE
 
 MAX_SEEN = 1 << 18
@@ -112,5 +112,5 @@ class Hold:
 
     def _was_seen(self, event: TierEvent) -> bool:
         block = event.block
-        group = group_of(block.id.key)
+        group = group_of(block.key)
         return all((block.dp_rank, h, group) in self._seen for h in block.hashes)

@@ -17,9 +17,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, TierEvent, block_key, group_of
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockMeta,
+    EventHash,
+    EventKind,
+    TierEvent,
+    block_key,
+    group_of,
+)
 
-EventHash = int | bytes
 T = TypeVar("T")
 
 
@@ -149,38 +157,51 @@ def has_group(block: Block) -> bool:
     vLLM's placeholder carries it alone. With metadata it comes with the spec kind, or, for want of a kind,
     only where its absence (which readers take as group 0) would be wrong.
     """
-    return block.meta is None or block.meta.spec_kind is not None or group_of(block.id.key) != 0
+    common = block.common
+    return not common.described or common.spec_kind is not None or group_of(block.key) != 0
 
 
 def stored(
-    block: Block, index: int, medium: str, locality: str | None, group: int | None, *, tokens: bool = True
+    block: Block,
+    index: int,
+    medium: str,
+    locality: str | None,
+    group: int | None,
+    *,
+    tokens: bool = True,
+    raw: bool = False,
 ) -> BlockStored:
     """Return the event that announces the ``index``-th hash of a block, chained to the hash before it.
 
     One block an event: the only form whose every block all readers find. Without metadata it is vLLM's
     placeholder (no tokens, ``block_size`` 0, no parent). ``group``: what it carries, see :func:`has_group`.
+    ``raw``: it is only to be encoded, so the token ids may stay as they are kept.
     """
-    meta = block.meta
-    if meta is None:
-        return BlockStored(
-            (block.hashes[index],), None, (), 0, None, medium, None, group_idx=group, locality=locality
-        )
-    hashes, extra = meta.hashes, meta.extra_keys
-    count = len(hashes)
+    common, hashes = block.common, block.hashes
+    if not common.described:
+        return BlockStored(hashes, None, (), 0, None, medium, None, group_idx=group, locality=locality)
+    extra, count = common.extra_keys, len(hashes)
     return BlockStored(  # in the order of its fields: names would be half of what this costs
         hashes if count == 1 else (hashes[index],),
-        hashes[index - 1] if index else meta.parent,
-        _part(meta.token_ids, index, meta.block_size, count) if tokens else (),
-        meta.block_size,
-        meta.lora_id,
+        hashes[index - 1] if index else block.parent,
+        _tokens(block, index, count, raw) if tokens and block.tokens else (),
+        common.block_size,
+        common.lora_id,
         medium,
-        meta.lora_name,
+        common.lora_name,
         None if extra is None else _part(extra, index, 1, count),
         group,
-        meta.spec_kind,
-        meta.sliding_window if meta.spec_kind is not None else None,
+        common.spec_kind,
+        common.sliding_window if common.spec_kind is not None else None,
         locality,
     )
+
+
+def _tokens(block: Block, index: int, count: int, raw: bool) -> Any:
+    """Return the ``index``-th hash's token ids: a tuple, or where ``raw`` allows it msgpack to be copied."""
+    if raw and count == 1:
+        return msgspec.Raw(block.tokens)
+    return _part(block.token_ids, index, block.common.block_size, count)
 
 
 def removed(event_hash: EventHash, group: int | None, medium: str, locality: str | None) -> BlockRemoved:
@@ -204,7 +225,7 @@ def foreign_block(event: BlockStored, rank: int) -> Block:
         spec_kind=event.kv_cache_spec_kind,
         sliding_window=event.kv_cache_spec_sliding_window,
     )
-    return Block(BlockId("", block_key(b"\0", event.group_idx or 0)), 0, meta, rank)
+    return Block.of(BlockId("", block_key(b"\0", event.group_idx or 0)), 0, meta, rank)
 
 
 def pack(events: Iterable[WireEvent], *, most: int = 1024) -> Iterator[WireEvent]:
@@ -268,7 +289,7 @@ def to_wire(event: TierEvent, *, tokens: bool = True) -> list[WireEvent]:
     """Return one tier event as wire events: a store root first, a removal leaf first."""
     block, medium = event.block, event.medium.value
     locality = event.locality.value if event.locality is not None else None
-    group = group_of(block.id.key) if has_group(block) else None
+    group = group_of(block.key) if has_group(block) else None
     if event.kind is EventKind.STORED:
         return [stored(block, i, medium, locality, group, tokens=tokens) for i in range(len(block.hashes))]
     return [removed(h, group, medium, locality) for h in reversed(block.hashes)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvtierd.wire.kvevents import EventHash
+from kvtierd.core.model import EventHash
 from kvtierd.wire.projection import EVERY_RANK, Change, ReaderKey, parent_key
 
 Place = tuple[int, EventHash, int]

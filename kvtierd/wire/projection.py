@@ -14,12 +14,11 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvtierd.core.model import Block, EventKind, Locality, Medium, TierEvent, group_of
+from kvtierd.core.model import Block, EventHash, EventKind, Locality, Medium, TierEvent, group_of
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    EventHash,
     Form,
     WireEvent,
     foreign_block,
@@ -82,12 +81,12 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     grouped: bool = True
     told: bool = True
 
-    def to_wire(self, *, tokens: bool = True) -> WireEvent:
-        """Return the event that tells it."""
+    def to_wire(self, *, tokens: bool = True, raw: bool = False) -> WireEvent:
+        """Return the event that tells it (``raw``: to be encoded as it is, see :func:`stored`)."""
         key, block = self.key, self.block
         group = key.group if self.grouped else None
         if block is not None:
-            return stored(block, self.index, key.medium, key.locality, group, tokens=tokens)
+            return stored(block, self.index, key.medium, key.locality, group, tokens=tokens, raw=raw)
         return removed(key.hash, group, key.medium, key.locality)
 
     def of_rank(self, rank: int) -> Change:
@@ -101,16 +100,15 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     @property
     def parent(self) -> EventHash | None:
         """The event hash that must be known before this one."""
-        if self.block is None or self.block.meta is None:
+        if self.block is None:
             return None
-        return self.block.meta.hashes[self.index - 1] if self.index else self.block.meta.parent
+        return self.block.hashes[self.index - 1] if self.index else self.block.parent
 
     @property
     def size(self) -> int:
         """Roughly how many bytes the event takes on the wire."""
         block = self.block
-        meta = None if block is None else block.meta
-        return 256 if meta is None else 256 + 5 * len(meta.token_ids) // len(meta.hashes)
+        return 256 if block is None else 256 + len(block.tokens) // len(block.hashes)
 
 
 class Run(NamedTuple):
@@ -172,7 +170,7 @@ class Projection:
             if not wanted or (view.rank is not None and not view.each_rank and block.dp_rank != view.rank):
                 continue
             rank = EVERY_RANK if view.each_rank else block.dp_rank
-            group = group_of(block.id.key)
+            group = group_of(block.key)
             hashes = block.hashes
             if event.kind is _STORED:
                 for index, event_hash in enumerate(hashes):

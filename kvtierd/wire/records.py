@@ -27,6 +27,7 @@ import msgspec
 
 from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, TierEvent
 from kvtierd.wire.announced import History, TierLabel
+from kvtierd.wire.described import packed_meta
 from kvtierd.wire.frames import UNDECODABLE, Torn, Unreadable, bodies, checked, read_magic
 
 MAGIC = b"kvtierd announced 1\n"
@@ -126,11 +127,11 @@ class RecordWriter:
         return self._tiers.setdefault(label, len(self._tiers))
 
     def _entry(self, kind: int, tier: int, block: Block) -> tuple[object, ...]:
-        namespace, key = block.id
+        namespace = block.namespace
         space = self._namespaces.get(namespace)
         if space is None:
             space = self._namespaces[namespace] = len(self._namespaces)
-        return (kind, tier, space, key, block.payload_bytes, block.dp_rank, block.meta)
+        return (kind, tier, space, block.key, block.payload_bytes, block.dp_rank, packed_meta(block))
 
 
 def read_header(file: BinaryIO) -> str:
@@ -176,6 +177,7 @@ class HistoryReader:
         self._new: dict[TierLabel, dict[BlockId, Block]] = {}
         self._tiers: list[TierLabel] = []
         self._namespaces: list[str] = []
+        self._last: Block | None = None
         self._recent: deque[tuple[float, TierLabel, Block]] = deque()
         self.closed = False
         self.entries = 0
@@ -209,7 +211,8 @@ class HistoryReader:
             for entry in record.entries:
                 key = entry.key
                 block_id = _new(BlockId, (self._namespaces[entry.namespace], key))
-                block = Block(block_id, entry.payload_bytes, entry.meta, entry.dp_rank)
+                size, before = entry.payload_bytes, self._last
+                block = self._last = Block.of(block_id, size, entry.meta, entry.dp_rank, before)
                 self._apply(record.at, entry.kind, self._tiers[entry.tier], block)
         except IndexError:
             raise Unreadable("an entry names a tier or namespace that is not defined") from None

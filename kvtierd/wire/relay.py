@@ -24,12 +24,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtierd.core.model import Locality
+from kvtierd.core.model import EventHash, Locality
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    EventHash,
     UnknownEvent,
     WireEvent,
     decode_batch,

@@ -28,7 +28,8 @@ from kvtierd.core.ledger import (
     Unmapped,
     Vacated,
 )
-from kvtierd.core.model import Block, BlockId, BlockMeta, Count, Index, Layout, WireKey, group_of
+from kvtierd.core.model import Block, BlockMeta, Count, Index, Layout, WireKey, group_of
+from kvtierd.wire.described import packed_meta
 from kvtierd.wire.frames import UNDECODABLE, Torn, Unreadable, bodies, checked, read_magic
 
 MAGIC = b"kvtierd slots 1\n"
@@ -124,9 +125,9 @@ class SlotWriter:
         for change in changes:
             match change:
                 case Placed(slot, generation, block):
-                    (namespace, key), meta = block.id, block.meta
+                    namespace, key = block.namespace, block.key
                     space = self._numbers[namespace]
-                    entries.append((2, space, slot, generation, key, block.dp_rank, meta))
+                    entries.append((2, space, slot, generation, key, block.dp_rank, packed_meta(block)))
                 case Vacated(slot):
                     entries.append((3, slot))
                 case Held(number, engine, namespace, slots):
@@ -154,6 +155,7 @@ class SlotReader:
         self.state = PoolState()
         self.placed = 0
         self._layouts: list[tuple[str, Layout, tuple[int, ...]]] = []
+        self._last: Block | None = None
 
     def namespaces(self) -> list[str]:
         """Return what the generation's numbers mean."""
@@ -195,7 +197,8 @@ class SlotReader:
         namespace, _, sizes = self._layouts[entry.space]
         self.placed += 1
         slot, key, blocks = entry.slot, entry.key, self.state.blocks
-        block = Block(_new(BlockId, (namespace, key)), sizes[group_of(key)], entry.meta, entry.dp_rank)
+        size, before = sizes[group_of(key)], self._last
+        block = self._last = Block.of((namespace, key), size, entry.meta, entry.dp_rank, before)
         if slot in blocks:
             del blocks[slot]  # its new place is at the end
         blocks[slot] = _new(Placed, (slot, entry.generation, block))

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
-from kvtierd.wire.kvevents import EventHash, WireEvent, encode_batch, pack
+from kvtierd.core.model import EventHash
+from kvtierd.wire.kvevents import encode_batch, pack
 from kvtierd.wire.projection import Change, ReaderKey, Run, View, parent_key, root_first
 
 SEQUENCE_BYTES = 8
@@ -161,9 +162,9 @@ class StreamLog:
             raise ValueError(f"sequence {sequence} does not follow {self._ring[-1].sequence}")
         encode_sequence(sequence)
         payload = self._encode(ts, rank, changes)
-        # Python objects of token ids weigh about seven times their wire bytes; they are shared with the core
-        # while the block is resident, so this is the upper bound.
-        cost = len(payload) + 7 * sum([change.size for change in changes if change.block is not None])
+        # What is kept of a block (its words and the change's own objects) weighs less than twice its event;
+        # it is shared with the core while the block is resident, so this is the upper bound.
+        cost = len(payload) + 2 * sum([change.size for change in changes if change.block is not None])
         self._ring.append(Entry(sequence, payload, ts, rank, changes, cost))
         self._ring_cost += cost
         self._trim()
@@ -220,8 +221,9 @@ class StreamLog:
 
     def _encode(self, ts: float, rank: int, changes: Sequence[Change]) -> bytes:
         view = self._view
-        events: Iterable[WireEvent] = [c.to_wire(tokens=view.tokens) for c in changes if c.told]
-        return encode_batch(ts, [*(events if view.one_block else pack(events))], rank, view.form)
+        alone, tokens = view.one_block, view.tokens
+        events = [change.to_wire(tokens=tokens, raw=alone) for change in changes if change.told]
+        return encode_batch(ts, events if alone else [*pack(events)], rank, view.form)
 
     def _trim(self) -> None:
         most, most_bytes = self._limits.ring_batches, self._limits.ring_bytes

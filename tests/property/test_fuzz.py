@@ -41,7 +41,7 @@ META = BlockMeta(
     block_size=16,
     extra_keys=(("mm", 1), None),
 )
-BLOCK = Block(BlockId("0" * 32, block_key(b"k" * 32, 1)), 4096, META, 1)
+BLOCK = Block.of(BlockId("0" * 32, block_key(b"k" * 32, 1)), 4096, META, 1)
 LABEL = TierLabel("disk", Medium.STORAGE, Locality.LOCAL)
 
 

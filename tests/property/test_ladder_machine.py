@@ -349,7 +349,7 @@ class LadderMachine(RuleBasedStateMachine):
             return
         for depth, number in enumerate(chain[:length]):
             block_id = BlockId(LAYOUT.namespace(), key(number))
-            block = Block(block_id, UNIT, meta(number, chain[depth - 1] if depth else None))
+            block = Block.of(block_id, UNIT, meta(number, chain[depth - 1] if depth else None))
             self.rig.storage["lake"].setdefault(block_id, block)
         self.rig.lookup(*chain[:length], promote=True)
 

@@ -23,7 +23,7 @@ def make(number: int) -> Node:
     """Blocks form a tree: block n is a child of block n // 3; some arrive from another tier."""
     meta = BlockMeta(hashes=(number,), parent=number // 3 if number else None)
     state = State.RESERVED if number % 7 == 0 else State.RESIDENT
-    node = Node(Block(BlockId("ns", block_key(bytes([number]))), 1, meta), state)
+    node = Node(Block.of(BlockId("ns", block_key(bytes([number]))), 1, meta), state)
     node.source = "disk" if number % 5 == 0 else ""
     return node
 

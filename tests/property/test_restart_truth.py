@@ -315,7 +315,7 @@ class RestartMachine(RuleBasedStateMachine):
         for depth, number in enumerate(chain[: lengths[1]]):
             block_id = BlockId(LAYOUT.namespace(), key(number))
             described = meta(number, chain[depth - 1] if depth else None)
-            store[block_id] = Block(block_id, UNIT, described, rank)
+            store[block_id] = Block.of(block_id, UNIT, described, rank)
         self.lake = label
         self.start()
 

@@ -18,7 +18,7 @@ DISK = TierLabel("disk", Medium.STORAGE, Locality.LOCAL)
 
 
 def block(number):
-    return Block(BlockId("space", key(number)), 4096, meta(number))
+    return Block.of(BlockId("space", key(number)), 4096, meta(number))
 
 
 def event(kind, label, described):

@@ -22,7 +22,7 @@ EVENT = TierEvent(
     "cpu",
     Medium.CPU,
     None,
-    Block(BlockId("ns", block_key(b"k" * 8)), 4096, BlockMeta(hashes=(1 << 63,), token_ids=(7, 8))),
+    Block.of(BlockId("ns", block_key(b"k" * 8)), 4096, BlockMeta(hashes=(1 << 63,), token_ids=(7, 8))),
 )
 
 

@@ -73,7 +73,7 @@ class Life:
 
 
 def block(number):
-    return Block(BlockId("space", key(number)), 4096, meta(number, number - 1))
+    return Block.of(BlockId("space", key(number)), 4096, meta(number, number - 1))
 
 
 def number_of(described):

@@ -38,7 +38,7 @@ TCP = "tcp://127.0.0.1:0"
 def event(number, kind=EventKind.STORED, tier="cpu", medium=Medium.CPU, locality=None, tokens=4):
     parent = H + number - 1 if number % 100 else None
     meta = BlockMeta(hashes=(H + number,), parent=parent, token_ids=tuple(range(tokens)), block_size=tokens)
-    block = Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta)
+    block = Block.of(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta)
     return TierEvent(kind, tier, medium, locality, block)
 
 

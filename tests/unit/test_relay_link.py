@@ -52,7 +52,7 @@ def gone(*numbers):
 
 def tier_event(number, kind=EventKind.STORED, medium=Medium.CPU, rank=0):
     meta = BlockMeta(hashes=(H + number,), parent=None, token_ids=(1, 2, 3, 4), block_size=4)
-    block = Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
+    block = Block.of(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
     return TierEvent(kind, "cpu" if medium is Medium.CPU else "disk", medium, None, block)
 
 

@@ -48,14 +48,14 @@ class FileStore:
         with folders.of(block.id, create=True) as folder:
             if spare and (stored := self._spared(folder, block)):
                 return stored
-            publish(folder, fs_tree.file_name(block.id.key), fill)
+            publish(folder, fs_tree.file_name(block.key), fill)
             self._io.sync_folder(folder)
         return fs_format.stored_bytes(block)
 
     def _spared(self, folder: int, block: Block) -> int:
         """Return what a block's file occupies if there is a good one, which counts as used now; 0 if not."""
         try:
-            fd = os.open(fs_tree.file_name(block.id.key), READ, dir_fd=folder)
+            fd = os.open(fs_tree.file_name(block.key), READ, dir_fd=folder)
         except OSError:
             return 0
         try:
@@ -80,7 +80,7 @@ class FileStore:
         """
         block = transfer.block
         with folders.of(block.id) as folder:
-            fd = os.open(fs_tree.file_name(block.id.key), READ, dir_fd=folder)
+            fd = os.open(fs_tree.file_name(block.key), READ, dir_fd=folder)
         try:
             self._load(File(fd), block, transfer.data).check_payload(transfer.data)
             _touch(fd)

@@ -27,6 +27,7 @@ from kvtierd.core.model import (
     hash_of,
 )
 from kvtierd.errors import KvtierdError
+from kvtierd.wire.described import PackedMeta, packed_meta
 
 MAGIC = b"\x89KVTIER\n"
 VERSION = 1
@@ -73,6 +74,17 @@ class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: Annotated[int, Meta(ge=1)]
     dp_rank: Index = 0
     meta: BlockMeta | None = None
+
+
+class _Written(msgspec.Struct, frozen=True, kw_only=True):
+    """The same, to be encoded."""
+
+    namespace: str
+    hash: bytes
+    group: int
+    payload_bytes: int
+    dp_rank: int
+    meta: PackedMeta | None
 
 
 _sum = xxhash.xxh3_64_digest
@@ -122,16 +134,15 @@ def aligned(size: int) -> int:
 
 def _metadata(block: Block) -> bytes:
     """Encode the metadata map; ``FormatError(METADATA)`` when a value has no msgpack form."""
-    namespace, key = block.id
     try:
         return _encoder.encode(
-            _Metadata(
-                namespace=namespace,
-                hash=hash_of(key),
-                group=group_of(key),
+            _Written(
+                namespace=block.namespace,
+                hash=hash_of(block.key),
+                group=group_of(block.key),
                 payload_bytes=block.payload_bytes,
                 dp_rank=block.dp_rank,
-                meta=block.meta,
+                meta=packed_meta(block),
             )
         )
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
@@ -222,7 +233,7 @@ def block_of(metadata: Buffer, payload_bytes: int) -> Block:
         raise FormatError(Flaw.LENGTHS)
     # One namespace string for all its blocks: a copy for each would cost 80 bytes a block.
     block_id = BlockId(sys.intern(found.namespace), block_key(found.hash, found.group))
-    return Block(block_id, payload_bytes, found.meta, found.dp_rank)
+    return Block.of(block_id, payload_bytes, found.meta, found.dp_rank)
 
 
 def decode(start: Buffer) -> Header:

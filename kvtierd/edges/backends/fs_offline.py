@@ -330,7 +330,7 @@ def _check_slot(
         return None, str(error)
     payload = content[header.data_offset : header.data_offset + header.block.payload_bytes]
     try:
-        if header.block.id.namespace != namespace:
+        if header.block.namespace != namespace:
             raise FormatError(Flaw.OTHER_BLOCK)
         if header.data_offset + fs_format.aligned(header.block.payload_bytes) != slot_bytes:
             raise FormatError(Flaw.LENGTHS)

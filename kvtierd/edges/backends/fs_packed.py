@@ -134,7 +134,7 @@ class PackedStore:
         header = fs_format.encode(transfer.block, fs_format.digest(transfer.data))
         size = len(header) + fs_format.aligned(len(transfer.data))
         for last in (False, True):
-            segment, slot = self.slots.take(transfer.block.id.namespace, size)
+            segment, slot = self.slots.take(transfer.block.namespace, size)
             try:
                 self._fill(files.open(segment), segment, slot, header, transfer.data)
             except FileNotFoundError:  # somebody removed the segment: go on in another one
@@ -249,7 +249,7 @@ class PackedStore:
         if size > len(start):
             start += os.pread(file.fd, size - len(start), offset + len(start))
         header = fs_format.decode(start)
-        if header.block.id.namespace != segment.namespace:
+        if header.block.namespace != segment.namespace:
             raise FormatError(Flaw.OTHER_BLOCK)
         if size + fs_format.aligned(header.block.payload_bytes) != segment.slot_bytes:
             raise FormatError(Flaw.LENGTHS)

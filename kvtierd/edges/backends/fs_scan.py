@@ -204,7 +204,7 @@ class FsScan:
         _, name, offset, payload, metadata = proved
         try:
             block = fs_format.block_of(metadata, payload)
-            if block.id.namespace != folder[0] or fs_tree.file_name(block.id.key) != name:
+            if block.namespace != folder[0] or fs_tree.file_name(block.key) != name:
                 raise FormatError(Flaw.OTHER_BLOCK)
         except FormatError as error:
             self._note(folder, [], [(name, error.flaw)], 0, 0)

@@ -36,7 +36,7 @@ def test_stored_bytes_are_the_blocks_that_the_file_occupies(backend, root):
 @pytest.mark.parametrize("namespace", ["../x", "/x", "a/../../b", "\0", "x" * 5000, "", "F" * 32, "0" * 31])
 def test_a_namespace_that_is_not_32_hex_digits_touches_nothing(backend, root, namespace):
     """L126."""
-    odd = Block(BlockId(namespace, block_key(b"k")), 4)
+    odd = Block.of(BlockId(namespace, block_key(b"k")), 4)
     assert write(backend, odd, b"data").status is Status.FAILED
     assert read(backend, odd) is Status.FAILED
     assert backend.delete([odd.id])[0].status is Status.FAILED
@@ -168,7 +168,7 @@ def test_a_scan_reads_no_payload(backend, root):
 
 def test_a_header_of_several_pages_is_scanned(backend):
     meta = BlockMeta(hashes=(1,), token_ids=tuple(range(10_000)))
-    big = Block(block(1).id, 5000, meta)
+    big = Block.of(block(1).id, 5000, meta)
     write(backend, big, payload(1))
     (found,) = scanned(backend)
     assert found.block == big

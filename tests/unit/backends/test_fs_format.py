@@ -11,7 +11,6 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from kvtierd.core.model import Block, BlockId, BlockMeta, block_key, hash_of
 from kvtierd.edges.backends import fs_format
@@ -22,7 +21,7 @@ KEY = block_key(bytes(range(32)), 1)
 META = BlockMeta(
     hashes=(2**64 - 1, b"\x00\x01"), parent=7, token_ids=(1, 2, 70000), block_size=16, lora_name="a"
 )
-BLOCK = Block(BlockId("0123456789abcdef" * 2, KEY), 5000, META, 2)
+BLOCK = Block.of(BlockId("0123456789abcdef" * 2, KEY), 5000, META, 2)
 PAYLOAD = bytes(offset % 251 for offset in range(5000))
 
 
@@ -121,9 +120,9 @@ def test_a_sealed_header_that_makes_no_sense_is_refused_with_its_flaw(offset, va
 @pytest.mark.parametrize(
     ("other", "stored", "flaw"),
     [
-        (replace(BLOCK, id=BlockId("f" * 32, KEY)), 9096, Flaw.OTHER_BLOCK),
-        (replace(BLOCK, id=BlockId(BLOCK.id.namespace, block_key(hash_of(KEY), 0))), 9096, Flaw.OTHER_BLOCK),
-        (replace(BLOCK, payload_bytes=4999), 9096, Flaw.OTHER_BLOCK),
+        (Block.of(BlockId("f" * 32, KEY), 5000, META), 9096, Flaw.OTHER_BLOCK),
+        (Block.of(BlockId(BLOCK.namespace, block_key(hash_of(KEY), 0)), 5000, META), 9096, Flaw.OTHER_BLOCK),
+        (Block.of(BLOCK.id, 4999, META), 9096, Flaw.OTHER_BLOCK),
         (BLOCK, 9095, Flaw.SHORT),
         (BLOCK, 9097, Flaw.LONG),
     ],
@@ -144,20 +143,20 @@ def test_unknown_metadata_keys_are_ignored():
 
 
 def test_metadata_that_does_not_fit_is_refused():
-    big = replace(BLOCK, meta=BlockMeta(hashes=(1,), token_ids=tuple(range(300_000))))
+    big = Block.of(BLOCK.id, 5000, BlockMeta(hashes=(1,), token_ids=tuple(range(300_000))))
     with pytest.raises(FormatError, match="too big"):
         region(big)
 
 
 def test_metadata_without_a_msgpack_form_is_refused():
-    odd = replace(BLOCK, meta=BlockMeta(hashes=(2**64,)))
+    odd = Block.of(BLOCK.id, 5000, BlockMeta(hashes=(2**64,)))
     with pytest.raises(FormatError, match="metadata"):
         region(odd)
 
 
 @given(tokens=st.integers(0, 5000), payload=st.integers(1, 100_000))
 def test_the_region_is_aligned_and_its_length_known_beforehand(tokens, payload):
-    block = replace(BLOCK, payload_bytes=payload, meta=BlockMeta(hashes=(1,), token_ids=(99,) * tokens))
+    block = Block.of(BLOCK.id, payload, BlockMeta(hashes=(1,), token_ids=(99,) * tokens))
     data = region(block)
     assert len(data) % 4096 == 0
     assert len(data) == fs_format.header_bytes(block)

@@ -13,9 +13,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from kvtierd.core.model import BlockMeta, hash_of
+from kvtierd.core.model import Block, BlockMeta, hash_of
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import fs_io, fs_packed
 from kvtierd.edges.backends.base import Transfer
@@ -82,7 +81,7 @@ def test_blocks_of_different_sizes_and_namespaces_have_different_segments(backen
 def test_every_flipped_byte_of_a_slot_is_caught(backend):
     """L63: header, metadata, padding and payload."""
     meta = BlockMeta(hashes=(1,), parent=5, token_ids=(1, 2, 3), block_size=16)
-    one = replace(block(1, size=700), meta=meta)
+    one = Block.of(block(1).id, 700, meta)
     write(backend, one, payload(1, 700))
     path, offset = slot_of(backend, 1)
     for byte in range(4096 + 700):
@@ -346,7 +345,7 @@ def test_a_killed_writer_leaves_no_false_hit_and_little_space(backend, root):
         found = scanned(backend)
         assert len({one.block.id for one in found}) == len(found)
         for one in found:
-            number = int.from_bytes(hash_of(one.block.id.key), "big")
+            number = int.from_bytes(hash_of(one.block.key), "big")
             assert read(backend, block(number)) == payload(number)
         assert allocated(root) <= len(found) * SLOT + 4 * 4096
         backend.close()

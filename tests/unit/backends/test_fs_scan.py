@@ -51,7 +51,7 @@ def test_files_and_slots_come_in_one_order_of_last_use(backend):
     read(backend, block(0, size=1))
     read(backend, block(1, size=300_000))
     restart(backend)
-    order = [int.from_bytes(hash_of(one.block.id.key), "big") for one in scanned(backend)]
+    order = [int.from_bytes(hash_of(one.block.key), "big") for one in scanned(backend)]
     assert order == [2, 3, 4, 5, 0, 1]
 
 

@@ -25,12 +25,12 @@ def test_two_hundred_thousand_files_are_indexed_at_fifty_thousand_a_second(tmp_p
     digest = fs_format.digest(bytes(SIZE))
     folders = {}
     for number in range(FILES):
-        block = Block(BlockId(NAMESPACE, block_key(number.to_bytes(32, "big"))), SIZE)
-        shard = fs_tree.shard_of(block.id.key)
+        block = Block.of(BlockId(NAMESPACE, block_key(number.to_bytes(32, "big"))), SIZE)
+        shard = fs_tree.shard_of(block.key)
         if shard not in folders:
             folders[shard] = root / "v1" / NAMESPACE / shard
             folders[shard].mkdir(parents=True)
-        fd = os.open(folders[shard] / fs_tree.file_name(block.id.key), os.O_WRONLY | os.O_CREAT, 0o600)
+        fd = os.open(folders[shard] / fs_tree.file_name(block.key), os.O_WRONLY | os.O_CREAT, 0o600)
         header = fs_format.encode(block, digest)
         os.write(fd, header)
         os.ftruncate(fd, len(header) + SIZE)

@@ -217,7 +217,7 @@ def test_an_evicted_block_does_not_come_back_with_a_promotion_under_way(rigged):
 
 def test_blocks_that_a_scan_found_beyond_the_capacity_leave_when_they_are_read(rigged):
     rig = rigged(8, [fs_spec(blocks=1)], scanned=False)
-    blocks = [Block(BlockId(LAYOUT.namespace(), key(n)), UNIT, meta(n)) for n in (1, 2)]
+    blocks = [Block.of(BlockId(LAYOUT.namespace(), key(n)), UNIT, meta(n)) for n in (1, 2)]
     for block in blocks:
         rig.storage["disk"][block.id] = block
     rig.feed(Found("disk", [FoundBlock(block, UNIT) for block in blocks]))

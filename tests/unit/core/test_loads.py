@@ -290,7 +290,7 @@ def test_ten_thousand_keys_of_two_hundred_thousand_blocks_are_looked_up_in_no_ti
     namespace = LAYOUT.namespace()
     for start in range(0, 200_000, 512):
         part = [
-            FoundBlock(Block(BlockId(namespace, key(n)), UNIT), UNIT)
+            FoundBlock(Block.of(BlockId(namespace, key(n)), UNIT), UNIT)
             for n in range(start, min(start + 512, 200_000))
         ]
         rig.feed(Found("lake", part))

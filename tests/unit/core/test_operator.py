@@ -38,7 +38,7 @@ def removed(rig, request_type, **fields):
 
 
 def found(namespace, *numbers):
-    return [FoundBlock(Block(BlockId(namespace, key(n)), UNIT, meta(n)), UNIT) for n in numbers]
+    return [FoundBlock(Block.of(BlockId(namespace, key(n)), UNIT, meta(n)), UNIT) for n in numbers]
 
 
 def two_models(rigged):
@@ -60,7 +60,7 @@ def test_a_model_s_reset_takes_its_blocks_from_every_tier_and_no_other_model_s(r
     assert answer.namespaces == (OTHER.namespace(),)
     told = rig.events[before:]
     assert {event.kind for event in told} == {EventKind.REMOVED}
-    assert {event.block.id.namespace for event in told} == {OTHER.namespace()}
+    assert {event.block.namespace for event in told} == {OTHER.namespace()}
     assert len(rig.inventory()) == 6
 
 
@@ -150,7 +150,7 @@ def test_evict_ends_where_it_was_told_and_takes_leaves_first(rigged, tier, bound
     before = len(rig.events)
     answer = removed(rig, OperatorEvict, tier=tier, **bound)
     assert answer.blocks == {tier: 2}
-    assert [event.block.id.key for event in rig.events[before:]] == [key(4), key(3)]
+    assert [event.block.key for event in rig.events[before:]] == [key(4), key(3)]
     assert {event.tier for event in rig.events[before:]} == {tier}
 
 

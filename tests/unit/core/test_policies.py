@@ -25,7 +25,7 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 def node(number: int, parent: int | None = None, state: State = State.RESIDENT) -> Node:
     name = block_key(number.to_bytes(8, "big"))
-    return Node(Block(BlockId("ns", name), 1, BlockMeta(hashes=(number,), parent=parent)), state)
+    return Node(Block.of(BlockId("ns", name), 1, BlockMeta(hashes=(number,), parent=parent)), state)
 
 
 def chain(blocks: ResidentSet, first: int, length: int) -> list[Node]:

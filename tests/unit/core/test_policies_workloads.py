@@ -38,7 +38,7 @@ def serve(trace: Trace, capacity: int, policy: str) -> int:
                     break
                 blocks.remove(victim)
             meta = BlockMeta(hashes=(request[at],), parent=request[at - 1] if at else None)
-            node = Node(Block(ids[at], 1, meta), State.RESIDENT)
+            node = Node(Block.of(ids[at], 1, meta), State.RESIDENT)
             node.pins = 1
             blocks.add(node)
             path.append(node)

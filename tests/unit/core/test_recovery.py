@@ -44,7 +44,7 @@ class Life(LadderRig):
         return life
 
     def resident(self):
-        return {node.block.id.key: node.slot for node in self.ladder.stack.primary.nodes() if not node.gone}
+        return {node.block.key: node.slot for node in self.ladder.stack.primary.nodes() if not node.gone}
 
 
 def test_blocks_keep_their_slots_and_are_told_of_as_stores():
@@ -53,7 +53,7 @@ def test_blocks_keep_their_slots_and_are_told_of_as_stores():
     life.evict(2)
     after = life.next()
     assert after.resident() == {key(1): life.resident()[key(1)], key(3): life.resident()[key(3)]}
-    assert [(event.kind, event.block.id.key) for event in after.restored] == [
+    assert [(event.kind, event.block.key) for event in after.restored] == [
         (EventKind.STORED, key(1)),
         (EventKind.STORED, key(3)),
     ]
@@ -121,7 +121,10 @@ def test_blocks_wait_for_their_engine_a_while_before_another_layout_gets_their_r
         (lambda s: s.shapes.clear(), "has no room"),
         (lambda s: s.held.update({9: Held(9, "e0", "x" * 32, (1,))}), "has no room"),
         (lambda s: s.held.update({9: Held(9, "e0", SPACE, (99,))}), "do not fit"),
-        (lambda s: s.apply([Placed(max(s.blocks), 1, Block(BlockId(SPACE, key(1)), 4096))]), "in two slots"),
+        (
+            lambda s: s.apply([Placed(max(s.blocks), 1, Block.of(BlockId(SPACE, key(1)), 4096))]),
+            "in two slots",
+        ),
     ],
 )
 def test_a_state_that_contradicts_itself_is_refused(change, complaint):

@@ -73,7 +73,7 @@ def test_a_closed_session_waits_for_nothing(rigged):
 
 def found(*numbers):
     namespace = LAYOUT.namespace()
-    return [FoundBlock(Block(BlockId(namespace, key(n)), UNIT, meta(n)), UNIT) for n in numbers]
+    return [FoundBlock(Block.of(BlockId(namespace, key(n)), UNIT, meta(n)), UNIT) for n in numbers]
 
 
 def scanning_rig(rigged, *numbers):

@@ -9,7 +9,7 @@ from kvtierd.testing.rig import LAYOUT, fs_spec, key, meta
 
 
 def found(number, parent=None):
-    block = Block(BlockId(LAYOUT.namespace(), key(number)), UNIT, meta(number, parent))
+    block = Block.of(BlockId(LAYOUT.namespace(), key(number)), UNIT, meta(number, parent))
     return FoundBlock(block, UNIT)
 
 

@@ -15,7 +15,7 @@ def theirs(rig, *numbers, tier="disk"):
     """Another daemon wrote these blocks to the shared tier."""
     for number in numbers:
         block_id = BlockId(LAYOUT.namespace(), key(number))
-        rig.storage[tier][block_id] = Block(block_id, UNIT, meta(number))
+        rig.storage[tier][block_id] = Block.of(block_id, UNIT, meta(number))
 
 
 def probes(rig):
@@ -94,7 +94,7 @@ def test_blocks_unused_for_the_ttl_leave_leaf_first(rigged):
 
 def test_the_age_of_a_found_block_counts(rigged):
     rig = rigged(8, [fs_spec(ttl=10.0)], scanned=False)
-    blocks = [Block(BlockId(LAYOUT.namespace(), key(n)), UNIT, meta(n)) for n in (1, 2)]
+    blocks = [Block.of(BlockId(LAYOUT.namespace(), key(n)), UNIT, meta(n)) for n in (1, 2)]
     rig.feed(Found("disk", [FoundBlock(blocks[0], UNIT, 9.0), FoundBlock(blocks[1], UNIT, 1.0)], last=True))
     rig.advance(5.0)
     assert rig.inventory() == {("disk", key(2))}

@@ -53,7 +53,7 @@ class House:
         lost = {}
         for event in self.rig.events:
             if event.tier == tier and event.kind is EventKind.REMOVED:
-                tenant = self.tenant_of[event.block.id.namespace]
+                tenant = self.tenant_of[event.block.namespace]
                 lost[tenant] = lost.get(tenant, 0) + 1
         return lost
 
@@ -115,13 +115,13 @@ def test_removals_are_leaf_first_within_the_tenant_that_loses():
     house.store("a", 1, 2, 3, 4, chain=True)
     house.store("b", 11, 12)
     removed = [event for event in house.rig.events if event.kind is EventKind.REMOVED]
-    assert [event.block.id.key for event in removed] == [key(4), key(3)]
+    assert [event.block.key for event in removed] == [key(4), key(3)]
 
 
 def test_blocks_of_another_run_belong_to_whom_the_storage_says():
     rig = LadderRig(8, [disk(8, a=4)], attach=False, scanned=False, tenants=["a"])
     blocks = [
-        FoundBlock(Block(BlockId(layout_of(tenant).namespace(), key(number)), UNIT, meta(number)), UNIT)
+        FoundBlock(Block.of(BlockId(layout_of(tenant).namespace(), key(number)), UNIT, meta(number)), UNIT)
         for tenant, number in (("a", 1), ("b", 2), ("c", 3))
     ]
     namespaces = {layout_of("a").namespace(): "a", layout_of("b").namespace(): "b"}

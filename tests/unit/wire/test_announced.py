@@ -13,7 +13,7 @@ TIERS = (CPU, DISK, LAKE)
 
 
 def block(number, parent=None, **fields):
-    return Block(BlockId("space", key(number)), 4096, meta(number, parent), **fields)
+    return Block.of(BlockId("space", key(number)), 4096, meta(number, parent), **fields)
 
 
 def stored(label, *blocks):
@@ -93,7 +93,7 @@ def test_a_block_that_leaves_before_the_scan_ends_is_taken_back_once():
 
 @pytest.mark.parametrize(
     "other",
-    [block(2, 7), block(2, 1, dp_rank=3), Block(B.id, 4096, None)],
+    [block(2, 7), block(2, 1, dp_rank=3), Block.of(B.id, 4096, None)],
     ids=["parent", "rank", "placeholder"],
 )
 def test_a_block_that_reads_differently_now_is_removed_as_it_was_told_then_stored(other):

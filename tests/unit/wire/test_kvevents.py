@@ -41,11 +41,11 @@ def block(event_hash=ROOT, *, parent=None, tokens=(6000, 6001, 6002, 6003), grou
     described = BlockMeta(
         hashes=(event_hash,), parent=parent, token_ids=tokens, block_size=len(tokens), **meta
     )
-    return Block(BlockId("ns", key), 4096, described)
+    return Block.of(BlockId("ns", key), 4096, described)
 
 
 def placeholder(event_hash, group=0):
-    return Block(BlockId("ns", block_key(event_hash.to_bytes(32, "big"), group)), 4096)
+    return Block.of(BlockId("ns", block_key(event_hash.to_bytes(32, "big"), group)), 4096)
 
 
 def event(what, kind=EventKind.STORED, medium=Medium.CPU, locality=None, tier="t"):
@@ -69,7 +69,7 @@ def test_a_chain_of_cpu_stores_has_the_bytes_that_vllm_would_send():
 
 
 def test_a_block_of_several_hashes_is_announced_as_a_chain_of_single_blocks():
-    chunk = Block(
+    chunk = Block.of(
         BlockId("ns", block_key(b"chunk")),
         4096,
         BlockMeta(hashes=(ROOT, ROOT + 1), token_ids=tuple(range(6000, 6008)), block_size=4),
@@ -82,7 +82,7 @@ def test_a_block_of_several_hashes_is_announced_as_a_chain_of_single_blocks():
 def test_extra_keys_and_lora_pass_through_unchanged_each_block_its_own():
     """L41."""
     keys = (("adapter", ("image-1", 3), "salt"), None)
-    chunk = Block(
+    chunk = Block.of(
         BlockId("ns", block_key(b"chunk")),
         4096,
         BlockMeta(

@@ -22,7 +22,7 @@ BASE = 0xF100000000000000
 
 def block(*numbers, parent=None, rank=0, group=0, namespace="ns"):
     hashes = tuple(BASE + number for number in numbers)
-    return Block(
+    return Block.of(
         BlockId(namespace, block_key(bytes([*numbers]), group)),
         4096,
         BlockMeta(
@@ -118,9 +118,9 @@ def test_media_that_an_audience_does_not_want_are_neither_told_nor_counted():
 
 def test_the_removal_has_the_form_of_the_store_that_was_announced():
     projection = Projection()
-    bare = Block(BlockId("ns", block_key((BASE + 1).to_bytes(8, "big"))), 4096)
+    bare = Block.of(BlockId("ns", block_key((BASE + 1).to_bytes(8, "big"))), 4096)
     rich = block(1)
-    rich = Block(rich.id, 4096, BlockMeta(hashes=rich.hashes, spec_kind=None))
+    rich = Block.of(rich.id, 4096, BlockMeta(hashes=rich.hashes, spec_kind=None))
     on_disk = {"tier": "fs", "medium": Medium.STORAGE}
     projection.apply([stored(rich), stored(bare, tier="fs2", medium=Medium.CPU)])
     (change,) = projection.apply([removed(rich), removed(bare, tier="fs2", medium=Medium.CPU)])

@@ -32,7 +32,7 @@ CPU = TierLabel("cpu", Medium.CPU, None)
 
 
 def block(number, namespace="space", **fields):
-    return Block(BlockId(namespace, key(number)), 4096, meta(number, number - 1), **fields)
+    return Block.of(BlockId(namespace, key(number)), 4096, meta(number, number - 1), **fields)
 
 
 def event(kind, label, described):
@@ -51,7 +51,7 @@ def read(*generations, tail=1.0):
     return reader.finish(whole=True)
 
 
-FULL = Block(
+FULL = Block.of(
     BlockId("other", block_key(b"\x00" * 31 + b"\x07", 3)),
     12288,
     BlockMeta(
@@ -67,7 +67,7 @@ FULL = Block(
     ),
     dp_rank=2,
 )
-BARE = Block(BlockId("space", block_key(b"x")), 4096)
+BARE = Block.of(BlockId("space", block_key(b"x")), 4096)
 
 
 def test_every_field_of_a_block_comes_back():

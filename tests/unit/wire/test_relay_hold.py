@@ -15,7 +15,7 @@ H = 0xF100000000000000
 def event(*numbers, kind=EventKind.STORED, medium=Medium.CPU, rank=0):
     hashes = tuple(H + n for n in numbers)
     meta = BlockMeta(hashes=hashes, parent=None, token_ids=(1,) * len(hashes), block_size=1)
-    block = Block(BlockId("ns", block_key(numbers[0].to_bytes(8, "big"))), 4096, meta, rank)
+    block = Block.of(BlockId("ns", block_key(numbers[0].to_bytes(8, "big"))), 4096, meta, rank)
     return TierEvent(kind, "cpu", medium, None, block)
 
 

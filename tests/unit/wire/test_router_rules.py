@@ -171,7 +171,7 @@ def block(chain, depth):
         token_ids=tuple(range(number * 4, number * 4 + 4)),
         block_size=4,
     )
-    return Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta)
+    return Block.of(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta)
 
 
 TIERS = {"cpu": (Medium.CPU, None), "disk": (Medium.STORAGE, Locality.LOCAL)}

@@ -20,7 +20,7 @@ SPACE = LAYOUT.namespace()
 
 
 def placed(slot, number, **options):
-    block = Block(BlockId(SPACE, key(number)), 4096, meta(number, **options), number % 3)
+    block = Block.of(BlockId(SPACE, key(number)), 4096, meta(number, **options), number % 3)
     return Placed(slot, 100 + number, block)
 
 
@@ -71,7 +71,7 @@ def _plain(state):
     return {
         "counters": state.counters,
         "extents": {space: shaped.extents for space, shaped in state.shapes.items()},
-        "blocks": {str(slot): [p.generation, p.block.id.key.hex()] for slot, p in state.blocks.items()},
+        "blocks": {str(slot): [p.generation, p.block.key.hex()] for slot, p in state.blocks.items()},
         "held": {str(number): [held.engine, held.slots] for number, held in state.held.items()},
         "mapped": [[name, process.hex(), sorted(how)] for (name, process), how in state.mapped.items()],
     }

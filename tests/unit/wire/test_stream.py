@@ -19,7 +19,7 @@ def block(number, rank=0, tokens=4):
     meta = BlockMeta(
         hashes=(BASE + number,), parent=parent, token_ids=tuple(range(tokens)), block_size=tokens
     )
-    return Block(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
+    return Block.of(BlockId("ns", block_key(number.to_bytes(8, "big"))), 4096, meta, rank)
 
 
 def event(number, kind=EventKind.STORED, rank=0):
@@ -115,7 +115,7 @@ def test_the_ring_is_bounded_in_batches_and_in_bytes():
         source.publish(event(number))
     assert source.log.statistics().ring_batches == 3
     assert source.log.statistics().folded == 7
-    tight, whole = Source(ring_batches=1000, ring_bytes=10_000), Source(ring_batches=1000)
+    tight, whole = Source(ring_batches=1000, ring_bytes=5_000), Source(ring_batches=1000)
     for number in range(100):
         tight.publish(event(number))
         whole.publish(event(number))

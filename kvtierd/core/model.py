@@ -194,7 +194,7 @@ _unpack_tokens = functools.lru_cache(maxsize=8)(msgspec.msgpack.Decoder(tuple[in
 
 
 def _packed(token_ids: tuple[int, ...]) -> bytes:
-    """Return ids as msgpack, in no more memory than that: the encoder's own result keeps 25 bytes to spare."""
+    """Return ids as msgpack in no more memory than that: the encoder's own result has 25 bytes to spare."""
     return bytes(memoryview(_encode(token_ids)))
 
 

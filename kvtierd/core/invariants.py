@@ -100,7 +100,7 @@ def _check_slots(space: PoolSpace) -> None:
     _require(used == known, f"slots do not add up: {used - known} twice or unknown, {known - used} lost")
     loading = sum(node.state is State.LOADING for node in (*space.blocks, *space.leaving))
     _require(space.promoting >= loading, f"{loading} slots are loading, {space.promoting} counted")
-    sourced = {node.block.id.key for node in space.blocks if node.source}
+    sourced = {node.block.key for node in space.blocks if node.source}
     _require(space.unread == sourced, f"{len(sourced)} blocks have a source, {len(space.unread)} are unread")
     for node in space.leaving:
         _require(node.gone and node.pins > 0, f"a leaving node must be gone and pinned: {node}")

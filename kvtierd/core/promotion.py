@@ -168,7 +168,7 @@ class Promotion:
         if node.source:
             node.source = ""
             if not node.gone:
-                self._stack.primary.space_of(node).unread.discard(node.block.id.key)
+                self._stack.primary.space_of(node).unread.discard(node.block.key)
 
     def expire(self) -> None:
         """End the grace of what nobody read in time."""

@@ -141,7 +141,7 @@ class PoolSpace:
         """Take a node out of the set; its slot is freed now or with its last pin."""
         self.blocks.remove(node)
         if node.source:
-            self.unread.discard(node.block.id.key)
+            self.unread.discard(node.block.key)
         if node.pins:
             self.leaving.add(node)
         else:

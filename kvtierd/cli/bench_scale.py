@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtierd.cli.bench_echo import percentile
@@ -42,9 +43,10 @@ _LAYOUT = Layout(
 def measure(sizes: Sequence[int]) -> list[Figure]:
     """Measure with so many resident blocks; the smallest size is the bare one of the others.
 
-    But for three: a lookup is also beside a bare dictionary of as many keys, whose time grows with the
-    misses of the processor's caches; the longest garbage collection is beside one of everything, which the
-    daemon avoids; and a token is that of blocks with token ids, beside blocks without.
+    But for some: a lookup is also beside a bare dictionary of as many keys, whose time grows with the misses
+    of the processor's caches; the longest garbage collection is beside one of everything, which the daemon
+    avoids; a token is that of blocks with token ids, beside blocks without; what blocks hold is what their
+    objects take, and the rest of the memory is that of an allocator and of tables that grew.
     """
     found = [_in_a_child(size) for size in sizes]
     figures = []
@@ -61,7 +63,33 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
         figures.append(Figure(f"{size:,} blocks: lookup of 16, p99.9", waits, "us"))
         figures.append(Figure(f"{size:,} blocks: longest collection", pause, "us", values["full collection"]))
     tokens = (_in_a_child(sizes[0], tokens=True)["memory"] - found[0]["memory"]) / TOKENS
-    return [*figures, Figure(f"{sizes[0]:,} blocks: memory of a token", tokens, "B")]
+    held = held_by_a_block(sizes[0])
+    return [
+        *figures,
+        Figure(f"{sizes[0]:,} blocks: memory of a token", tokens, "B"),
+        Figure(f"{sizes[0]:,} blocks: a block holds", held, "B"),
+        Figure(
+            f"{sizes[0]:,} blocks: a token holds",
+            (held_by_a_block(sizes[0], tokens=True) - held) / TOKENS,
+            "B",
+        ),
+    ]
+
+
+def held_by_a_block(size: int, *, tokens: bool = False) -> float:
+    """Return the bytes of all objects of so many resident blocks, a block: the same in each run."""
+    core = _Core(size, tokens=tokens)
+    core.store(core.prepare(0))
+    gc.collect()
+    tracemalloc.start(1)
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(1, size // CHAIN):
+            core.store(core.prepare(number))
+        gc.collect()
+        return (tracemalloc.get_traced_memory()[0] - before) / (size - CHAIN)
+    finally:
+        tracemalloc.stop()
 
 
 def _in_a_child(size: int, *, tokens: bool = False) -> dict[str, float]:

@@ -191,7 +191,7 @@ class PrimaryTier(Tier):
         """Take a pin of each away, wherever the nodes live."""
         spaces = self.spaces
         for node in nodes:
-            spaces[node.block.id.namespace].unpin(node)
+            spaces[node.block.namespace].unpin(node)
 
     def forget(self, node: Node, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""

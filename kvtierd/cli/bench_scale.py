@@ -63,16 +63,12 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
         figures.append(Figure(f"{size:,} blocks: lookup of 16, p99.9", waits, "us"))
         figures.append(Figure(f"{size:,} blocks: longest collection", pause, "us", values["full collection"]))
     tokens = (_in_a_child(sizes[0], tokens=True)["memory"] - found[0]["memory"]) / TOKENS
-    held = held_by_a_block(sizes[0])
+    held, with_ids = held_by_a_block(sizes[0]), held_by_a_block(sizes[0], tokens=True)
     return [
         *figures,
         Figure(f"{sizes[0]:,} blocks: memory of a token", tokens, "B"),
         Figure(f"{sizes[0]:,} blocks: a block holds", held, "B"),
-        Figure(
-            f"{sizes[0]:,} blocks: a token holds",
-            (held_by_a_block(sizes[0], tokens=True) - held) / TOKENS,
-            "B",
-        ),
+        Figure(f"{sizes[0]:,} blocks: a token holds", (with_ids - held) / TOKENS, "B"),
     ]
 
 
@@ -87,7 +83,7 @@ def held_by_a_block(size: int, *, tokens: bool = False) -> float:
         for number in range(1, size // CHAIN):
             core.store(core.prepare(number))
         gc.collect()
-        return (tracemalloc.get_traced_memory()[0] - before) / (size - CHAIN)
+        return (tracemalloc.get_traced_memory()[0] - before) / (CHAIN * max(1, core.made - 1))
     finally:
         tracemalloc.stop()
 

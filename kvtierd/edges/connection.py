@@ -328,6 +328,8 @@ class EngineConnection(asyncio.Protocol):
             except OSError:
                 return  # connection_lost follows
             if sent == len(data):
+                if self.held:
+                    self._account()
                 return
             data = data[sent:]
         transport.write(data)

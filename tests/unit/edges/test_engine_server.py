@@ -308,6 +308,9 @@ def test_answers_that_nobody_reads_are_kept_in_order_and_counted(play):
         await until(lambda: connection.held > 0)
         client.reader._transport.resume_reading()
         assert [(await client.receive()).id for _ in range(100)] == list(range(3, 103))
+        client.writer.write(lookup(103))
+        assert (await client.receive()).id == 103
+        assert stage.server.buffered == connection.held == 0, "all was read"
 
     play(scene)
 

@@ -238,12 +238,11 @@ class Line:
 
     def _pump(self, until: float) -> bool:
         """Read once, as soon as there is something; False when ``until`` comes first."""
-        left = until - time.monotonic()
-        if left > _LEAST_WAIT and self.link.ready:
+        while (left := until - time.monotonic()) > _LEAST_WAIT and self.link.ready:
             data = self.channel.read(left)
             if data is not None:
                 self._keep(self.channel.take(data))
-            return data is not None
+                return True
         if not self._wait(select.POLLIN, until):
             return False
         self._take()

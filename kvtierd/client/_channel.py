@@ -15,7 +15,7 @@ from kvtierd.errors import RemoteProtocolError, RequestRefused
 
 _READ_BYTES = 1 << 16
 _TIMEVAL = struct.Struct("@ll")
-# What the kernel's patience may differ from what is asked for without being set anew: seconds, and a part.
+# By how much the kernel's patience may be longer than what is asked for: seconds, and a part of it.
 _GRAIN, _SHARE = 0.001, 0.01
 # Two descriptors come with an attach; room for more, so that surplus ones are seen and closed.
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
@@ -59,17 +59,18 @@ class Channel:
         self.link.open()
 
     def read(self, seconds: float) -> memoryview | None:
-        """Read once from a connection that is ready, waiting in the kernel at most so many seconds.
+        """Read once from a connection that is ready, waiting in the kernel for half of these seconds or more.
 
-        They are exact to a hundredth. ``None``: nothing came; what came is valid until the next read, and is
-        for :meth:`take`. One system call where a poll and a read are two (about 3 us less in a round trip).
+        At most for all of them, to a hundredth. ``None``: nothing came; what came is valid until the next
+        read, and is for :meth:`take`. One system call where a poll and a read are two (about 3 us less in a
+        round trip), and seldom a third: waits of different lengths, as of lookups and loads, take turns.
 
         Raises:
             OSError: the connection is over.
         """
         sock = self.sock
         assert sock is not None
-        if abs(seconds - self._patience) > _GRAIN + _SHARE * seconds:
+        if not seconds / 2 <= self._patience <= _GRAIN + (1 + _SHARE) * seconds:
             self._patience = seconds
             whole = int(seconds)
             limit = _TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6)))

@@ -1,4 +1,4 @@
-"""What a lookup costs, counted: messages, system calls, and calls of Python whatever the number of keys."""
+"""What a verb costs, counted: messages, system calls, and calls of Python, whatever the number of blocks."""
 
 import asyncio
 import os
@@ -82,23 +82,22 @@ class Stage:
         os.close(self.pool)
 
 
-async def measured(path, count):
-    """Return what ``LOOKUPS`` lookups of so many resident keys call in client and daemon, and the turns."""
-    stage = Stage(path, count)
+async def measured(path, blocks, verb, times):
+    """Return what ``times`` calls of a verb on resident blocks call in client and daemon, and their turns."""
+    stage = Stage(path, 2 * blocks)
     await stage.server.start()
     client = Client(path, deadline=10.0)
     try:
         session = await asyncio.to_thread(client.attach, LAYOUT, engine_id="e")
         stage.rig.session = session.attached.session
-        stage.rig.store(*range(count))
-        keys = [key(number) for number in range(count)]
+        stage.rig.store(*range(blocks))
+        keys = [key(number) for number in range(blocks)]
 
         def ask():
-            found = session.lookup(keys)
+            verb(session, keys)
             with Meter() as meter:
-                for _ in range(LOOKUPS):
-                    found = session.lookup(keys)
-            assert found.states == (KeyState.HIT,) * count
+                for _ in range(times):
+                    verb(session, keys)
             return meter
 
         turns = stage.turns
@@ -112,20 +111,39 @@ async def measured(path, count):
 
 
 @pytest.fixture
-def lookups(tmp_path):
-    return lambda count: uvloop.run(measured(tmp_path / "s", count))
+def count(tmp_path):
+    return lambda verb, blocks, times: uvloop.run(measured(tmp_path / "s", blocks, verb, times))
 
 
-def test_a_lookup_is_one_message_each_way_and_no_turn(lookups):
-    client, daemon, turns = lookups(16)
-    assert client.system == {"send": LOOKUPS, "recv_into": LOOKUPS}
-    assert daemon.system == {"send": LOOKUPS + 1}, "with the one that was not measured"
-    assert turns == 0
+def look(session, keys):
+    assert session.lookup(keys).states == (KeyState.HIT,) * len(keys)
 
 
-def test_a_lookup_calls_as_little_for_many_keys_as_for_few(lookups):
+def load(session, keys):
+    with session.load(keys) as loaded:
+        assert len(loaded.keys) == len(keys)
+
+
+def store(session, keys):
+    """Store as many blocks anew, and take them away."""
+    others = [key(1000 + number) for number in range(len(keys))]
+    assert len(session.prepare_store(others).commit()) == len(keys)
+    assert session.evict(others) == len(keys)
+
+
+@pytest.mark.parametrize(("verb", "messages"), [(look, 1), (load, 2), (store, 3)])
+@pytest.mark.parametrize("blocks", [1, 64])
+def test_a_verb_is_so_many_messages_each_way_whatever_the_blocks(count, verb, messages, blocks):
+    """A lookup one, a load and its release two, a store two (and its eviction one): never one per block."""
+    client, daemon, turns = count(verb, blocks, 5)
+    assert client.system == {"send": 5 * messages, "recv_into": 5 * messages}
+    assert daemon.system == {"send": 6 * messages}, "with the one that was not measured"
+    assert turns == (0 if verb is look else 6 * messages)
+
+
+def test_a_lookup_calls_as_little_for_many_keys_as_for_few(count):
     """No line of Python for each key, on neither side."""
-    few, many = lookups(16), lookups(512)
+    few, many = count(look, 16, LOOKUPS), count(look, 512, LOOKUPS)
     for name, side, bound in (("client", 0, CLIENT_CALLS), ("daemon", 1, DAEMON_CALLS)):
         calls = [meters[side].ours / LOOKUPS for meters in (few, many)]
         assert max(calls) < bound + 1, f"{name}: {calls} calls a lookup"

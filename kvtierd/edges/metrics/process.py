@@ -72,7 +72,9 @@ FAMILIES = (
     ),
     gauge("state", "1 for the state that the daemon is in.", ("state",), _state),
     gauge("uptime_seconds", "Seconds since the daemon started.", (), scalar("uptime_seconds")),
-    histogram("turn_seconds", "Seconds that a turn of the core took.", (), _turns),
+    histogram(
+        "turn_seconds", "Seconds that a turn took; a lookup that is answered at sight takes none.", (), _turns
+    ),
     gauge("turn_age_seconds", "Seconds since the last turn ended.", (), scalar("turn_age_seconds")),
     histogram("loop_lag_seconds", "Seconds that a timer of the event loop came late.", (), _lag),
     counter(

@@ -102,8 +102,8 @@ class Publisher:
         self._rank = plan.view.rank or 0
         self._last_number: int | None = None
         self._counts = dict.fromkeys(("batches", "foreign_events", "bytes", "heartbeats", "renumbered"), 0)
-        self._told: Counter[tuple[str, str]] = Counter()
-        """Events by medium and kind."""
+        self._told: Counter[tuple[str, bool]] = Counter()
+        """Events by medium, and by whether they are removals."""
 
     def start(self, loop: asyncio.AbstractEventLoop, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Open the outlets and start the heartbeat; to be called in the loop's thread.
@@ -199,7 +199,8 @@ class Publisher:
     def _told_by_medium(self) -> dict[str, dict[str, int]]:
         media = sorted({medium for medium, _ in self._told})
         return {
-            medium: {kind: self._told[medium, kind] for kind in ("stored", "removed")} for medium in media
+            medium: {"stored": self._told[medium, False], "removed": self._told[medium, True]}
+            for medium in media
         }
 
     async def finish(self, grace: float, linger: float) -> None:
@@ -328,7 +329,8 @@ class Publisher:
         for outlet in self.outlets:
             outlet.send(frame, payload)
         self._counts["batches"] += 1
-        self._told.update([_kind(change) for change in changes if change.told])
+        told = [change for change in changes if change.told]
+        self._told.update([(change.key[3], change.block is None) for change in told])
         self._counts["bytes"] += len(payload)
         if self._sequence.low and (self._extending is None or self._extending.done()):
             self._extending = self._loop.run_in_executor(None, self._sequence.extend)
@@ -367,7 +369,3 @@ class Publisher:
             else:
                 self._send(self._rank, ())
         self._beating = self._loop.call_at(self._sent_at + heartbeat, self._beat)
-
-
-def _kind(change: Change) -> tuple[str, str]:
-    return change.key.medium, "removed" if change.block is None else "stored"

@@ -7,7 +7,7 @@ import msgspec
 from kvtierd.core.model import Block, EventHash
 
 
-class PackedMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class PackedMeta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Encodes to the very bytes of the :class:`~kvtierd.core.model.BlockMeta` with the same fields."""
 
     hashes: tuple[EventHash, ...]
@@ -26,14 +26,15 @@ def packed_meta(block: Block) -> PackedMeta | None:
     common = block.common
     if not common.described:
         return None
-    return PackedMeta(
-        hashes=block.hashes,
-        parent=block.parent,
-        token_ids=msgspec.Raw(block.tokens) if block.tokens else (),
-        block_size=common.block_size,
-        lora_id=common.lora_id,
-        lora_name=common.lora_name,
-        extra_keys=common.extra_keys,
-        spec_kind=common.spec_kind,
-        sliding_window=common.sliding_window,
+    told_as, tokens = block.told_as, block.tokens
+    return PackedMeta(  # in the order of its fields: names would cost more than all else
+        told_as if isinstance(told_as, tuple) else (told_as,),
+        block.parent,
+        msgspec.Raw(tokens) if tokens else (),
+        common.block_size,
+        common.lora_id,
+        common.lora_name,
+        common.extra_keys,
+        common.spec_kind,
+        common.sliding_window,
     )

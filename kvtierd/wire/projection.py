@@ -14,7 +14,17 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvtierd.core.model import Block, EventHash, EventKind, Locality, Medium, TierEvent, group_of
+from kvtierd.core.model import (
+    GROUP_BYTES,
+    Block,
+    Common,
+    EventHash,
+    EventKind,
+    Locality,
+    Medium,
+    TierEvent,
+    group_of,
+)
 from kvtierd.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
@@ -108,7 +118,10 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     def size(self) -> int:
         """Roughly how many bytes the event takes on the wire."""
         block = self.block
-        return 256 if block is None else 256 + len(block.tokens) // len(block.hashes)
+        if block is None:
+            return 256
+        told_as = block.told_as
+        return 256 + len(block.tokens) // (len(told_as) if told_as.__class__ is tuple else 1)
 
 
 class Run(NamedTuple):
@@ -161,21 +174,28 @@ class Projection:
         """Count the events and return the changes to announce, in the same order."""
         view, changes = self.view, list[Change]()
         label: tuple[object, ...] = ()
+        common: Common | None = None
+        tail = b""
         medium, locality, wanted = "", None, True
+        rank = group = 0
+        grouped = True
         for event in events:
             block = event.block
             if label != (known := (event.tier, event.medium, event.locality)):  # the same for many in a row
                 label = known
                 medium, locality, wanted = self._words(event)
-            if not wanted or (view.rank is not None and not view.each_rank and block.dp_rank != view.rank):
+            if common is not block.common or tail != block.key[-GROUP_BYTES:]:  # these too
+                common, tail = block.common, block.key[-GROUP_BYTES:]
+                rank = EVERY_RANK if view.each_rank else common.dp_rank
+                group, grouped = group_of(block.key), has_group(block)
+            if not wanted or (view.rank is not None and not view.each_rank and rank != view.rank):
                 continue
-            rank = EVERY_RANK if view.each_rank else block.dp_rank
-            group = group_of(block.key)
-            hashes = block.hashes
+            told_as = block.told_as
+            hashes = told_as if isinstance(told_as, tuple) else (told_as,)
             if event.kind is _STORED:
                 for index, event_hash in enumerate(hashes):
                     key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
-                    self._stored(key, block, index, changes)
+                    self._stored(key, Change(key, block, index, grouped), changes)
                 continue
             for event_hash in reversed(hashes):
                 key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
@@ -223,11 +243,10 @@ class Projection:
         """Yield the events that rebuild the present state in an empty reader, parents before children."""
         return (change.to_wire() for change in root_first(dict(self.announced)))
 
-    def _stored(self, key: ReaderKey, block: Block, index: int, changes: list[Change]) -> None:
-        if key in self.announced:
+    def _stored(self, key: ReaderKey, change: Change, changes: list[Change]) -> None:
+        if self.announced.setdefault(key, change) is not change:
             self._more[key] = self._more.get(key, 0) + 1
             return
-        change = self.announced[key] = Change(key, block, index, has_group(block))
         changes.append(change)
         if self.watcher is not None:
             changes.extend(self.watcher.stored(change))
@@ -250,7 +269,7 @@ class Projection:
                 self.foreign_repeats += 1
                 continue
             self._foreign.add(key)
-            self._stored(key, block, index, changes)
+            self._stored(key, Change(key, block, index, has_group(block)), changes)
 
     def _left(self, key: ReaderKey, changes: list[Change]) -> None:
         if key not in self._foreign:

@@ -127,11 +127,11 @@ class RecordWriter:
         return self._tiers.setdefault(label, len(self._tiers))
 
     def _entry(self, kind: int, tier: int, block: Block) -> tuple[object, ...]:
-        namespace = block.namespace
-        space = self._namespaces.get(namespace)
+        common = block.common
+        space = self._namespaces.get(common.namespace)
         if space is None:
-            space = self._namespaces[namespace] = len(self._namespaces)
-        return (kind, tier, space, block.key, block.payload_bytes, block.dp_rank, packed_meta(block))
+            space = self._namespaces[common.namespace] = len(self._namespaces)
+        return (kind, tier, space, block.key, common.payload_bytes, common.dp_rank, packed_meta(block))
 
 
 def read_header(file: BinaryIO) -> str:

@@ -71,17 +71,20 @@ def split(
     changes: Sequence[Change], *, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES
 ) -> Iterator[list[Change]]:
     """Cut changes into batches within the limits (bytes estimated); nothing gives nothing."""
+    sizes = [change.size for change in changes]
+    if len(sizes) <= max_events and sum(sizes) <= max_bytes:
+        if changes:
+            yield [*changes]
+        return
     part: list[Change] = []
     size = 0
-    for change in changes:
-        more = change.size
+    for change, more in zip(changes, sizes, strict=True):
         if part and (len(part) >= max_events or size + more > max_bytes):
             yield part
             part, size = [], 0
         part.append(change)
         size += more
-    if part:
-        yield part
+    yield part
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,14 +311,16 @@ class _Base:
         """Take in the batch that follows those already folded."""
         self.folded += 1
         self.ts, self.rank = entry.ts, entry.rank
+        sequence, known, stored, gone = entry.sequence, self.known, self.stored, self.gone
         for change in entry.changes:
             key = change.key
-            self.ranks.add(key.rank)
-            self.known.pop(key, None)
-            self.stored.pop(key, None)
-            self.gone.pop(key, None)
-            self._numbers[key] = entry.sequence
-            (self.gone if change.block is None else self.stored)[key] = change
+            if known:
+                known.pop(key, None)
+            stored.pop(key, None)
+            gone.pop(key, None)
+            self._numbers[key] = sequence
+            (gone if change.block is None else stored)[key] = change
+        self.ranks.update([change.key.rank for change in entry.changes])
         while len(self.gone) > self._max_tombstones:
             oldest = next(iter(self.gone))
             del self.gone[oldest]

@@ -172,7 +172,7 @@ class Announced:
 
     def _stored(self, event: TierEvent, told: Told, again: list[TierEvent]) -> None:
         block = event.block
-        blocks = self._told[event.tier].of(block.namespace)
+        blocks = self._told[event.tier].of(block.common.namespace)
         if block.key in blocks:
             self.repeated += 1
             return

@@ -32,7 +32,7 @@ class BlockMap:
 
     def pop(self, block: Block) -> Block | None:
         """Take out the one that has this block's identity."""
-        found = self._spaces.get(block.namespace)
+        found = self._spaces.get(block.common.namespace)
         return None if found is None else found.pop(block.key, None)
 
     def __len__(self) -> int:

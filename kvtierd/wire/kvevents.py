@@ -175,16 +175,23 @@ def stored(
 
     One block an event: the only form whose every block all readers find. Without metadata it is vLLM's
     placeholder (no tokens, ``block_size`` 0, no parent). ``group``: what it carries, see :func:`has_group`.
-    ``raw``: it is only to be encoded, so the token ids may stay as they are kept.
+    ``raw``: it is only to be encoded, so the token ids may be the msgpack as which they are kept.
     """
-    common, hashes = block.common, block.hashes
+    common, told_as = block.common, block.told_as
+    hashes = told_as if isinstance(told_as, tuple) else (told_as,)
     if not common.described:
         return BlockStored(hashes, None, (), 0, None, medium, None, group_idx=group, locality=locality)
     extra, count = common.extra_keys, len(hashes)
+    token_ids: Any = ()
+    if tokens and block.tokens:
+        copied = raw and count == 1
+        token_ids = (
+            msgspec.Raw(block.tokens) if copied else _part(block.token_ids, index, common.block_size, count)
+        )
     return BlockStored(  # in the order of its fields: names would be half of what this costs
         hashes if count == 1 else (hashes[index],),
         hashes[index - 1] if index else block.parent,
-        _tokens(block, index, count, raw) if tokens and block.tokens else (),
+        token_ids,
         common.block_size,
         common.lora_id,
         medium,
@@ -195,13 +202,6 @@ def stored(
         common.sliding_window if common.spec_kind is not None else None,
         locality,
     )
-
-
-def _tokens(block: Block, index: int, count: int, raw: bool) -> Any:
-    """Return the ``index``-th hash's token ids: a tuple, or where ``raw`` allows it msgpack to be copied."""
-    if raw and count == 1:
-        return msgspec.Raw(block.tokens)
-    return _part(block.token_ids, index, block.common.block_size, count)
 
 
 def removed(event_hash: EventHash, group: int | None, medium: str, locality: str | None) -> BlockRemoved:

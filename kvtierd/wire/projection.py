@@ -42,6 +42,8 @@ EVERY_RANK = -1
 DEVICE = "GPU"
 MEDIA = (DEVICE, *(medium.value for medium in Medium))
 _WIRE_MEDIA = (*MEDIA, "FS", "OBJ")
+EVENT_BYTES = 256
+"""Roughly what an event without token ids takes."""
 _STORED = EventKind.STORED
 _new_key = tuple.__new__
 """Makes a key at half the cost of calling its class, which is Python; there is one for each event."""
@@ -119,9 +121,9 @@ class Change(msgspec.Struct, frozen=True, gc=False):
         """Roughly how many bytes the event takes on the wire."""
         block = self.block
         if block is None:
-            return 256
+            return EVENT_BYTES
         told_as = block.told_as
-        return 256 + len(block.tokens) // (len(told_as) if told_as.__class__ is tuple else 1)
+        return EVENT_BYTES + len(block.tokens) // (len(told_as) if told_as.__class__ is tuple else 1)
 
 
 class Run(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvtierd.core.model import EventHash
 from kvtierd.wire.kvevents import encode_batch, pack
-from kvtierd.wire.projection import Change, ReaderKey, Run, View, parent_key, root_first
+from kvtierd.wire.projection import EVENT_BYTES, Change, ReaderKey, Run, View, parent_key, root_first
 
 SEQUENCE_BYTES = 8
 MAX_SEQUENCE = (1 << 63) - 1
@@ -71,20 +71,26 @@ def split(
     changes: Sequence[Change], *, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES
 ) -> Iterator[list[Change]]:
     """Cut changes into batches within the limits (bytes estimated); nothing gives nothing."""
-    sizes = [change.size for change in changes]
-    if len(sizes) <= max_events and sum(sizes) <= max_bytes:
+    if len(changes) <= max_events and held_by(changes) <= max_bytes:  # the events take no more
         if changes:
             yield [*changes]
         return
     part: list[Change] = []
     size = 0
-    for change, more in zip(changes, sizes, strict=True):
+    for change in changes:
+        more = change.size
         if part and (len(part) >= max_events or size + more > max_bytes):
             yield part
             part, size = [], 0
         part.append(change)
         size += more
     yield part
+
+
+def held_by(changes: Sequence[Change]) -> int:
+    """Return roughly how many bytes changes and the block descriptions that they keep alive take."""
+    blocks = [change.block for change in changes]
+    return EVENT_BYTES * len(blocks) + sum([len(block.tokens) for block in blocks if block is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +173,7 @@ class StreamLog:
         payload = self._encode(ts, rank, changes)
         # What is kept of a block (its words and the change's own objects) weighs less than twice its event;
         # it is shared with the core while the block is resident, so this is the upper bound.
-        cost = len(payload) + 2 * sum([change.size for change in changes if change.block is not None])
+        cost = len(payload) + 2 * held_by(changes)
         self._ring.append(Entry(sequence, payload, ts, rank, changes, cost))
         self._ring_cost += cost
         self._trim()

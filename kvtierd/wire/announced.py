@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtierd.core.model import Block, BlockId, EventKind, Locality, Medium, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockKey, EventKind, Locality, Medium, TierEvent
 from kvtierd.wire.block_map import BlockMap
 
 
@@ -154,9 +154,22 @@ class Announced:
         """
         told = Told([], [])
         again: list[TierEvent] = []
+        plain = not self._unconfirmed and not self._suspect
+        tier, common, blocks = "", None, dict[BlockKey, Block]()
         for event in events:
             if event.kind is EventKind.STORED:
-                self._stored(event, told, again)
+                if not plain:
+                    self._stored(event, told, again)
+                    continue
+                block = event.block
+                if common is not block.common or tier != event.tier:  # the same for many in a row
+                    tier, common = event.tier, block.common
+                    blocks = self._told[tier].of(common.namespace)
+                if block.key in blocks:
+                    self.repeated += 1
+                else:
+                    blocks[block.key] = block
+                    told.events.append(event)
             else:
                 self._removed(event, told)
         again.reverse()

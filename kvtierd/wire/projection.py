@@ -174,7 +174,7 @@ class Projection:
 
     def apply(self, events: Sequence[TierEvent]) -> list[Change]:
         """Count the events and return the changes to announce, in the same order."""
-        view, changes = self.view, list[Change]()
+        view, announced, changes = self.view, self.announced, list[Change]()
         label: tuple[object, ...] = ()
         common: Common | None = None
         tail = b""
@@ -197,11 +197,15 @@ class Projection:
             if event.kind is _STORED:
                 for index, event_hash in enumerate(hashes):
                     key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
-                    self._stored(key, Change(key, block, index, grouped), changes)
+                    change = Change(key, block, index, grouped)
+                    if self.watcher is None and announced.setdefault(key, change) is change:
+                        changes.append(change)
+                    else:
+                        self._stored(key, change, changes)
                 continue
             for event_hash in reversed(hashes):
                 key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
-                if key in self.announced:
+                if key in announced:
                     self._removed(key, changes, told=view.removals)
                 else:
                     self.unmatched += 1

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, EventKind, TierEvent
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, Common, EventKind, TierEvent
 from kvtierd.wire.announced import History, TierLabel
 from kvtierd.wire.described import packed_meta
 from kvtierd.wire.frames import UNDECODABLE, Torn, Unreadable, bodies, checked, read_magic
@@ -99,18 +99,36 @@ class RecordWriter:
         """Return the record of one batch of events."""
         known = len(self._tiers), len(self._namespaces)
         last: tuple[object, ...] = ()
-        tier, entries = 0, list[tuple[object, ...]]()
+        common: Common | None = None
+        tier, space, entries = 0, 0, list[tuple[object, ...]]()
         for event in events:
             if last != (words := (event.tier, event.medium, event.locality)):  # the same for many in a row
                 last, tier = words, self._tier(TierLabel(event.tier, event.medium, event.locality))
             kind = _REMOVED if event.kind is EventKind.REMOVED else _STORED
-            entries.append(self._entry(kind, tier, event.block))
+            block = event.block
+            if common is not block.common:
+                common = block.common
+                space = self._space(common.namespace)
+            entries.append(
+                (kind, tier, space, block.key, common.payload_bytes, common.dp_rank, packed_meta(block))
+            )
         return self._record(at, entries, known)
 
     def kept(self, at: float, blocks: Sequence[tuple[TierLabel, Block]]) -> bytes:
         """Return the record of entries taken over from an older generation."""
         known = len(self._tiers), len(self._namespaces)
-        entries = [self._entry(_KEPT, self._tier(label), block) for label, block in blocks]
+        entries: list[tuple[object, ...]] = [
+            (
+                _KEPT,
+                self._tier(label),
+                self._space(block.namespace),
+                block.key,
+                block.payload_bytes,
+                block.dp_rank,
+                packed_meta(block),
+            )
+            for label, block in blocks
+        ]
         return self._record(at, entries, known)
 
     def mark(self, at: float, mark: Mark) -> bytes:
@@ -126,12 +144,8 @@ class RecordWriter:
     def _tier(self, label: TierLabel) -> int:
         return self._tiers.setdefault(label, len(self._tiers))
 
-    def _entry(self, kind: int, tier: int, block: Block) -> tuple[object, ...]:
-        common = block.common
-        space = self._namespaces.get(common.namespace)
-        if space is None:
-            space = self._namespaces[common.namespace] = len(self._namespaces)
-        return (kind, tier, space, block.key, common.payload_bytes, common.dp_rank, packed_meta(block))
+    def _space(self, namespace: str) -> int:
+        return self._namespaces.setdefault(namespace, len(self._namespaces))
 
 
 def read_header(file: BinaryIO) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 BESIDE = {
     "store": ("plain write", "raw put"),
-    "load": ("plain read", "raw get"),
+    "load": ("raw get",),  # plain files are in the page cache after a store, what a tier wrote need not be
     "load, cached": ("plain read",),
     "load, cold": ("plain read, cold",),
 }

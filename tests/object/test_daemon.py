@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 
 from kvtierd.client import KeyState
 from kvtierd.testing.clock import wait_for
-from kvtierd.testing.daemon_rig import DaemonRig, chain, keys_of, load, loose, store
+from kvtierd.testing.daemon_rig import LAYOUT, DaemonRig, chain, keys_of, load, loose, store
 from kvtierd.testing.fault_proxy import Fault, Kind
 from kvtierd.testing.local_daemon import short_folder
 from kvtierd.testing.object_server import ACCESS_KEY, SECRET_KEY
@@ -159,3 +160,22 @@ def test_a_third_of_requests_throttled_loses_no_block(make, proxy):
     settled(rig, 16)
     session.evict(keys_of(made), ["cpu"])
     assert load(session, made, deadline=20.0) == ["lake"] * 16
+
+
+def test_tenants_with_equal_hashes_never_meet_in_the_bucket(make):
+    """L127: a miss for the other one, also after a restart; a hit, from the bucket, for the same one."""
+    rig, made = make(), chain(3)
+    names = [msgspec.structs.replace(LAYOUT, tenant=name) for name in "ab"]
+    first, second = (rig.attach(layout, engine_id=layout.tenant) for layout in names)
+    store(first, made)
+    rig.settle()
+    first.evict(keys_of(made), ["cpu"])
+    for _ in range(2):
+        second.lookup(keys_of(made))  # makes it look in the bucket where it does not know
+        wait_for(lambda: first.lookup(keys_of(made)).states == (KeyState.COLD,) * 3, "the first one's hits")  # noqa: B023
+        rig.settle()
+        assert second.lookup(keys_of(made)).states == (KeyState.MISS,) * 3
+        assert load(second, made) == []
+        assert load(first, made) == ["lake"] * 3
+        rig.restart()
+        first, second = (rig.attach(layout, engine_id=layout.tenant) for layout in names)

@@ -18,12 +18,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtierd.client import BlockKey, Group, KeyState, Session, block_key, hash_of
+from kvtierd.client import BlockKey, Client, Group, KeyState, Session, block_key, hash_of
 from kvtierd.client.pipeline import Pipeline
 from kvtierd.testing.clock import wait_for
 from kvtierd.testing.daemon_rig import (
     LAYOUT,
     DaemonRig,
+    Router,
     chain,
     fs_tier,
     keys_of,
@@ -279,6 +280,51 @@ def stored(session: Session, blocks: list[WorkBlock]) -> int:
     for key, view in zip(job.keys, job.views(), strict=True):
         view[:8] = view[-8:] = head(key)
     return len(job.commit())
+
+
+def test_after_a_restart_under_load_every_client_is_back_in_seconds_and_none_hangs(make: Make) -> None:
+    """L112: the daemon is killed while six clients store and load; no call takes longer than its deadline."""
+    rig = make(slots=64).start()
+    stop, longest, back, errors = threading.Event(), [0.0] * 6, [0.0] * 6, []
+    restarted = float("inf")
+
+    def client(number: int) -> None:
+        made, mine = chain(4, f"client{number}"), Client(rig.daemon.socket, deadline=1.0)
+        session = mine.attach(LAYOUT, engine_id=f"c{number}")
+        try:
+            while not stop.is_set():
+                began = time.monotonic()
+                stored = len(store(session, made))
+                got = load(session, made, deadline=0.2)
+                longest[number] = max(longest[number], time.monotonic() - began)
+                if began > restarted and not back[number] and (stored or got):
+                    back[number] = time.monotonic() - restarted
+                session.evict(keys_of(made))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            mine.close()
+
+    rig.layouts.add(LAYOUT)
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        rig.router.wait_for(lambda r: len(r.events) > 100, what="the load")
+        rig.daemon.kill()
+        rig.router.close()
+        rig.router = Router()
+        rig.start()
+        restarted = time.monotonic()
+        wait_for(lambda: all(back) or errors, "all clients to be served again", timeout=20)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert errors == []
+    assert max(back) < 5.0, back
+    assert max(longest) < 5.0, "three calls that wait for a second each, and a load"
+    assert rig.status()["pool"]["bytes"] == 64 * 4096
 
 
 # -- ranks, groups, tenants --------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def asleep(trials):
     llm.sleep(level=1)
     wait_for(lambda: not tool.blocks("cpu") and not tool.blocks("disk"), "the sleep to empty every tier")
     llm.wake_up()
+    seen["alone"] = generate(llm, asked[:1])[1]
     seen["woken"] = generate(llm, asked)
     llm.reset_prefix_cache()
     seen["again"] = generate(llm, asked)
@@ -45,6 +46,7 @@ def asleep(trials):
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
     llm.wake_up()
     assert not llm.llm_engine.has_unfinished_requests()
+    seen["alone_anew"] = generate(llm, asked[:1])[1]
     seen["anew"] = generate(llm, asked)
     llm.reset_prefix_cache()
     seen["anew_again"] = generate(llm, asked)

@@ -149,8 +149,8 @@ def test_a_paused_engine_keeps_its_blocks_and_a_sleeping_one_does_not(tried: Cal
     assert seen["kept"][0] == seen["kept"][1] > 0
     for wave in ("paused", "woken", "again"):
         assert seen[wave][0] == tokens, wave
-    assert sum(seen["woken"][1]) == sum(cold), "what came out of a cache is what was shared among them"
-    assert sum(seen["paused"][1]) == sum(seen["again"][1]) > sum(cold)
+    assert seen["alone"] == [0]
+    assert min(sum(seen["paused"][1]), sum(seen["again"][1])) > sum(cold)
 
 
 def test_an_engine_that_got_new_weights_in_its_sleep_loads_nothing_of_the_old(
@@ -161,6 +161,7 @@ def test_an_engine_that_got_new_weights_in_its_sleep_loads_nothing_of_the_old(
     changed = sum(a != b for a, b in zip(seen["before"][0], seen["expected_anew"], strict=True))
     assert changed > len(seen["expected_anew"]) / 2
     assert seen["anew"][0] == seen["anew_again"][0] == seen["expected_anew"]
+    assert seen["alone_anew"] == [0]
     assert sum(seen["anew_again"][1]) > sum(seen["anew"][1])
     assert seen["failures"] == {}
 

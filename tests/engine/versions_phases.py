@@ -38,6 +38,7 @@ def main():
     layout = tool.session.layout
     seen |= {"namespace": layout.namespace(), "layout": layout.layout}
     seen["found"] = len(tool.blocks("disk"))
+    seen["alone"] = generate(llm, asked[:1])[1]
     seen["first"] = generate(llm, asked)
     tool.wait_on_disk(tool.blocks("cpu"))
     llm.reset_prefix_cache()

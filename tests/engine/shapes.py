@@ -123,7 +123,10 @@ def aborts(trials):
         llm.reset_prefix_cache()
         survivors.append(_storm(llm, asked, rng))
     trials.rig.agree()
-    seen = {"survivors": survivors}
+    seen = {"survivors": survivors, "expected": [expected]}
+    tool.poison()
+    llm.reset_prefix_cache()
+    seen["poisoned"] = [generate(llm, asked)[0]]
     return {"plain": expected, "aborts": seen | finish(trials, llm, tool)}
 
 
@@ -178,6 +181,13 @@ def salts(trials):
     for name in ("none", "a", "b"):
         salted = asked if name == "none" else [prompt | {"cache_salt": name} for prompt in asked]
         seen[name] = _first_and_second(llm, salted)
+    trials.rig.agree()
+    tool.poison()
+    llm.reset_prefix_cache()
+    seen["expected"] = [seen[name]["second"][0] for name in ("none", "a", "b")]
+    seen["poisoned"] = [generate(llm, asked)[0]]
+    for name in ("a", "b"):
+        seen["poisoned"].append(generate(llm, [prompt | {"cache_salt": name} for prompt in asked])[0])
     seen |= finish(trials, llm, tool)
     return {"salts": seen}
 
@@ -199,6 +209,12 @@ def adapters(trials):
         prompts, lora = _as(trials, asked, who)
         seen["got"].append(_first_and_second(llm, prompts, lora_request=lora))
     trials.rig.agree()
+    tool.poison()
+    llm.reset_prefix_cache()
+    seen["poisoned"] = []
+    for who in whom:
+        prompts, lora = _as(trials, asked, who)
+        seen["poisoned"].append(generate(llm, prompts, lora_request=lora)[0])
     seen |= finish(trials, llm, tool)
     return {"adapters": seen}
 

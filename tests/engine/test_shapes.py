@@ -109,6 +109,16 @@ def test_a_storm_of_aborts_changes_no_other_request(suite: str, tried: Callable[
     assert seen["aborts"]["failures"] == {}
 
 
+@pytest.mark.parametrize("shape", ["aborts", "salts", "adapters"])
+def test_the_loads_of_the_other_shapes_are_real_too(shape: str, tried: Callable[[str], Seen]) -> None:
+    """Changed pool bytes change the tokens of each kind of request."""
+    seen = tried("turns")[shape]
+    for tokens, expected in zip(seen["poisoned"], seen["expected"], strict=True):
+        changed = sum(a != b for a, b in zip(tokens, expected, strict=True))
+        assert changed > len(expected) / 2
+    assert seen["complaints"] == []
+
+
 def test_new_weights_never_meet_blocks_of_the_old_ones(tried: Callable[[str], Seen]) -> None:
     seen = tried("turns")["new_weights"]
     changed = sum(a != b for a, b in zip(seen["before"], seen["expected"], strict=True))

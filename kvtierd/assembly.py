@@ -185,7 +185,8 @@ def describe(ladder: Ladder, movers: Mapping[str, Mover], namespace: str) -> Non
     """Leave a readable record of a namespace beside its blocks, best effort; log what sets it apart."""
     spaces = ladder.stack.primary.spaces
     layout = spaces[namespace].layout
-    for other in (space.layout for space in spaces.values()):
+    is_first = sum(session.namespace == namespace for session in ladder.sessions.open.values()) == 1
+    for other in (space.layout for space in spaces.values() if is_first):
         if (other.model, other.tenant) == (layout.model, layout.tenant) and other != layout:
             _say_what_differs(layout, other)
     for mover in movers.values():

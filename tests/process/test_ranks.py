@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 
 import msgspec
@@ -75,3 +76,17 @@ def test_a_client_of_one_tenant_cannot_name_another(rig: DaemonRig) -> None:
     assert load(session, made) == []
     assert session.evict(keys_of(made)) == session.reset() == 0
     assert load(rig.attach(b, engine_id="again"), made) == ["cpu"] * 3
+
+
+def test_the_log_says_once_in_what_two_engines_of_a_model_differ(make: Make) -> None:
+    """A namespace that nobody meant to be another one is a cache that never hits."""
+    rig = make(changes={"log": {"format": "json"}}).start()
+    rig.attach().close()
+    other = msgspec.structs.replace(LAYOUT, layout="other", revision="2")
+    rig.attach(other, engine_id="b")
+    rig.attach(other, engine_id="b", role="worker")
+    rig.attach(msgspec.structs.replace(LAYOUT, model="another", layout="other"), engine_id="c")
+    lines = map(json.loads, rig.daemon.log.read_text().splitlines())
+    (line,) = [line for line in lines if line["event"] == "layouts_differ"]
+    assert line["fields"] == ["revision", "layout"]
+    assert "revision: '2', not ''; layout: 'other', not 'test'" in line["message"]

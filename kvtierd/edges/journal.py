@@ -15,7 +15,6 @@ than none; ``degraded`` says why, events go on, and a whole new record is tried 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import re
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd.core.model import Block, BlockId, TierEvent
+from kvtierd.edges.collector import uncollected
 from kvtierd.edges.journal_file import JournalFile
 from kvtierd.edges.number_page import boot_id
 from kvtierd.logs.events import event
@@ -91,10 +91,9 @@ class Journal:
     def load(self) -> History | None:
         """Read what was told before; ``None`` if there is nothing that can be believed. May take seconds."""
         history: History | None = None
-        collecting = gc.isenabled()
-        gc.disable()  # it would walk all that was read so far again and again
         try:
-            history = self._read()
+            with uncollected():
+                history = self._read()
         except (Unreadable, OSError) as error:
             self.lost = str(error)
             log.warning(
@@ -103,9 +102,6 @@ class Journal:
                 extra=event("journal_lost", reason=str(error)),
             )
             self._set_aside()
-        finally:
-            if collecting:
-                gc.enable()
         try:
             if self._current is None:
                 self._create()

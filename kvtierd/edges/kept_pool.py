@@ -27,10 +27,11 @@ from kvtierd.core.ledger import Change, PoolState
 from kvtierd.core.model import Block
 from kvtierd.core.recovery import Inconsistent, restore
 from kvtierd.edges import backing, systemd
+from kvtierd.edges.collector import uncollected
 from kvtierd.edges.libc import MemoryCalls
 from kvtierd.edges.number_page import boot_id
 from kvtierd.edges.pool import Found, Pool, PoolSettings, pool_path
-from kvtierd.edges.slot_log import SlotLog, read_tables, remove_tables, uncollected
+from kvtierd.edges.slot_log import SlotLog, read_tables, remove_tables
 from kvtierd.errors import PoolError
 from kvtierd.logs.events import event
 from kvtierd.wire.frames import Torn, Unreadable

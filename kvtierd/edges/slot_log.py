@@ -12,7 +12,6 @@ yet is right, too: a slot that it does not name is free, and what may be under a
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from typing import Any
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Change, Counters, Placed, PoolState
 from kvtierd.core.residency import Node, State
+from kvtierd.edges.collector import uncollected
 from kvtierd.logs.events import event
 from kvtierd.wire.frames import Torn, Unreadable
 from kvtierd.wire.slot_records import Header, SlotReader, SlotWriter, header
@@ -65,18 +65,6 @@ def read_tables(stem: Path) -> tuple[Header, PoolState]:
     reader = SlotReader()
     with uncollected():
         return _read(reader, [path for _, path in table_paths(stem)]), reader.state
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the collector from walking again and again what is being made by the million."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _read(reader: SlotReader, paths: Sequence[Path]) -> Header:

@@ -64,13 +64,15 @@ class Auto(Aging):
     def inserted(self, node: Node) -> None:
         """Class the block by what is remembered of it."""
         self._arrive(node)
-        known = self._ghosts.take(node.block.id)
+        block_id = node.block.id
+        known = self._ghosts.take(block_id)
         if node.source:
             node.hits, node.stamp = known or 0, _PROMOTED
         else:
-            node.hits = 0 if known is None else known + 1
+            if known is not None:
+                node.hits = known + 1
             node.stamp = min(node.hits, _MOST_USES)
-        self._reuse.used(node.block.id, node.stamp, self.clock, self.residents)
+        self._reuse.used(block_id, node.stamp, self.clock, self.residents)
         if self.clock >= self._next_lesson:
             self._next_lesson = self.clock + max(_LESSON, self.residents // 2)
             self._learn()

@@ -86,7 +86,7 @@ def _nodes(
     found: dict[str, dict[int, Node]] = {namespace: {} for namespace in state.shapes}
     try:
         for slot, generation, block in state.blocks.values():
-            found[block.namespace][slot] = Node(known(block), State.RESIDENT, slot, generation)
+            found[block.common.namespace][slot] = Node(known(block), State.RESIDENT, slot, generation)
         for one in held:
             found[one.namespace]
     except KeyError as error:

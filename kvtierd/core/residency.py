@@ -210,7 +210,7 @@ class ResidentSet:
 
     def remove(self, node: Node) -> None:
         """Take a block out; its parent may become evictable. A pinned node keeps its slot till unpinned."""
-        namespace, key = node.block.namespace, node.block.key
+        namespace, key = node.block.common.namespace, node.block.key
         family = self._families[namespace]
         del family.nodes[key]
         node.gone = True

@@ -175,7 +175,7 @@ class PrimaryTier(Tier):
 
     def space_of(self, node: Node) -> PoolSpace:
         """Return the layout's share that a node lives in."""
-        return self.spaces[node.block.namespace]
+        return self.spaces[node.block.common.namespace]
 
     def get(self, block_id: BlockId) -> Node | None:
         """Return a block's node in any state."""
@@ -191,7 +191,7 @@ class PrimaryTier(Tier):
         """Take a pin of each away, wherever the nodes live."""
         spaces = self.spaces
         for node in nodes:
-            spaces[node.block.namespace].unpin(node)
+            spaces[node.block.common.namespace].unpin(node)
 
     def forget(self, node: Node, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""

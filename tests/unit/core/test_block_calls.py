@@ -17,10 +17,10 @@ PRODUCT = os.path.dirname(kvtierd.__file__)
 PROMPT = 64
 """Blocks in a request, so that what it costs as a whole weighs little."""
 
-STORE = 22
+STORE = 19
 """Reservation, commit and announcement; 32 before a node counted its children and commits went as a whole."""
-EVICTING = {"lru": 44, "s3fifo": 56, "arc": 54, "auto": 62}
-LOAD = 10
+EVICTING = {"lru": 40, "s3fifo": 54, "arc": 52, "auto": 59}
+LOAD = 7
 """Pinned, touched and released again."""
 
 

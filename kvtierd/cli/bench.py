@@ -104,6 +104,7 @@ def _add_footprint(benches: Any) -> None:
         " packages; then watch one that an engine and a subscriber are connected to.",
     )
     footprint.add_argument("--seconds", type=float, default=8.0, help="of watching (default: 8)")
+    footprint.add_argument("--starts", type=count, default=5, help="that are timed (default: 5)")
     add_output(footprint)
 
 
@@ -202,7 +203,7 @@ def _run_figures(args: argparse.Namespace) -> int:
     elif args.bench == "scale":
         figures = bench_scale.measure(args.blocks or (10_000, 100_000, 1_000_000))
     elif args.bench == "footprint":
-        figures = bench_footprint.measure(seconds=args.seconds)
+        figures = bench_footprint.measure(seconds=args.seconds, starts=args.starts)
     elif args.bench == "busy":
         load = bench_busy.Load(args.block_bytes, args.rate)
         figures = bench_busy.measure(load=load, seconds=args.seconds)

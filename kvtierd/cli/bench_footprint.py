@@ -26,17 +26,17 @@ _IMPORTS = "import asyncio, msgspec, pydantic, uvloop, yaml, zmq"
 """What any daemon of this make loads; starting an interpreter with it is what the start is compared with."""
 
 
-def measure(*, seconds: float) -> list[Figure]:
+def measure(*, seconds: float, starts: int = STARTS) -> list[Figure]:
     """Start daemons, then watch one with an engine and a subscriber attached do nothing for ``seconds``."""
-    starts, bare = [], []
+    times, bare = [], []
     with short_folder("bench") as folder, _compiled(folder):
-        for number in range(STARTS + 1):
+        for number in range(starts + 1):
             with _daemon(folder, number) as daemon:
-                starts.append(_seconds_to_listen(daemon))
+                times.append(_seconds_to_listen(daemon))
             bare.append(_seconds_of_imports())
-        del starts[0], bare[0]
+        del times[0], bare[0]
         with (
-            _daemon(folder, STARTS + 1) as daemon,
+            _daemon(folder, starts + 1) as daemon,
             _started(daemon) as pid,
             subscriber(daemon.endpoint),
             Client(daemon.socket, deadline=5.0) as client,
@@ -48,7 +48,7 @@ def measure(*, seconds: float) -> list[Figure]:
             used = (_cpu_seconds(pid) - before) / seconds
             memory = _private_bytes(pid)
     return [
-        Figure("start to a listening socket", statistics.median(starts), "s", statistics.median(bare)),
+        Figure("start to a listening socket", statistics.median(times), "s", statistics.median(bare)),
         Figure("idle, memory beside the pool", memory / 1e6, "MB"),
         Figure("idle, of a core", used * 100, "%"),
     ]

@@ -127,6 +127,7 @@ _shtab_kvtierd_bench_events_defaults_added=0
 _shtab_kvtierd_bench_footprint_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--seconds[of watching (default\: 8)]:seconds:"
+  "--starts[that are timed (default\: 5)]:starts:"
   "--json[print one JSON object]"
   "--compare[an earlier run\'s JSON to compare with]:OLD:"
   "--plot[write a chart of the ratios, or values]:SVG:"

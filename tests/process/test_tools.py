@@ -22,7 +22,7 @@ OTHER = Layout(
     model="org/other", dtype="float16", layout="test", groups=(Group(tokens_per_block=4, block_bytes=BLOCK),)
 )
 
-BIG_BLOCK = 256 << 10
+BIG_BLOCK = 512 << 10
 BIG = Layout(
     model="org/big",
     dtype="float16",

@@ -24,7 +24,7 @@ from kvtierd.edges.backends.fs_quarantine import Quarantine
 from kvtierd.edges.backends.fs_segments import Segment, SlotMap
 from kvtierd.edges.backends.fs_tree import Folders
 
-PACK_BELOW = 256 << 10
+PACK_BELOW = 512 << 10
 SPARE_BYTES = 64 << 20
 
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

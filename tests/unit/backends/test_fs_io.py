@@ -87,16 +87,16 @@ def test_aligned_memory_comes_back_whatever_its_length(tmp_path, io, fsync, pack
     backend.close()
 
 
-@pytest.mark.parametrize("pack_below", [0, 256 << 10])
+@pytest.mark.parametrize("pack_below", [0, 512 << 10])
 def test_a_big_file_ends_with_its_payload_also_when_written_directly(tmp_path, calls, pack_below):
     if not direct_works(tmp_path):
         pytest.skip("this filesystem has no direct I/O")
     backend = open_backend(tmp_path / "root", io="direct")
     del calls[:]
-    (view,) = pool(payload(1, 300_001))
-    backend.write([Transfer(block(1, size=300_001), view)])
+    (view,) = pool(payload(1, 600_001))
+    backend.write([Transfer(block(1, size=600_001), view)])
     (path,) = (tmp_path / "root").glob("v1/*/01/*")
-    assert path.stat().st_size == 4096 + 300_001
+    assert path.stat().st_size == 4096 + 600_001
     assert calls == [("pwritev", True)]
     backend.close()
 
@@ -244,7 +244,7 @@ MOUNTED = """
     [
         ("size=1m", 5000, "full ENOSPC: the filesystem is full"),
         ("size=4m", 300_000, "full ENOSPC: the filesystem is full"),
-        ("size=64m,nr_inodes=20", 300_000, "full ENOSPC: the filesystem has no free inodes"),
+        ("size=64m,nr_inodes=20", 600_000, "full ENOSPC: the filesystem has no free inodes"),
     ],
 )
 def test_a_filesystem_that_is_really_full_is_full_until_there_is_room(tmp_path, options, size, said):

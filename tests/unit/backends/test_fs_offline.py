@@ -12,7 +12,7 @@ from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import LAYOUT, NAMESPACE, block, payload, read, scanned, write
 
-BIG = 300_000
+BIG = 600_000
 OTHER = "f" * 32
 
 
@@ -54,7 +54,7 @@ def test_namespaces_are_listed_with_their_records_and_sizes(backend, root):
     assert first.record is not None
     assert first.record["layout"]["model"] == "kit"
     assert second.record is None
-    stored = 3 * (4096 + 8192) + 3 * (4096 + 303_104)
+    stored = 3 * (4096 + 8192) + 3 * (4096 + 602_112)
     assert stored <= first.bytes <= stored + 3 * 4096
 
 

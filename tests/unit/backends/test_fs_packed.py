@@ -62,12 +62,12 @@ def allocated(root: Path) -> int:
 def test_small_blocks_share_a_file_and_big_ones_do_not(backend, root):
     for number in range(20):
         write(backend, block(number), payload(number))
-    big = block(99, size=256 << 10)
-    write(backend, big, payload(99, 256 << 10))
+    big = block(99, size=512 << 10)
+    write(backend, big, payload(99, 512 << 10))
     (segment,) = segments(root)
     assert segment.name.startswith(f"{SLOT}-")
     assert [path.name for path in root.glob("v1/*/??/*")] == [f"{99:064x}.0"]
-    assert read(backend, big) == payload(99, 256 << 10)
+    assert read(backend, big) == payload(99, 512 << 10)
     assert backend.statistics()["packed_blocks"] == 20
 
 

@@ -60,7 +60,7 @@ def test_garbage_of_every_kind_is_no_hit_and_stops_nothing(backend, root):
     good = [block(number) for number in range(8)]
     for number, one in enumerate(good):
         write(backend, one, payload(number))
-    write(backend, block(0x1AB, size=300_000), payload(1, 300_000))
+    write(backend, block(0x1AB, size=600_000), payload(1, 600_000))
     shard, packed = root / "v1" / NAMESPACE / "ab", root / "v1" / NAMESPACE / "packed"
     whole = (shard / f"{0x1AB:064x}.0").read_bytes()
     for number, content in enumerate([b"", whole[:-1], whole + b"x", whole, b"\x80\x04pickle" * 999]):
@@ -85,8 +85,8 @@ def test_garbage_of_every_kind_is_no_hit_and_stops_nothing(backend, root):
 
 def test_processes_read_what_is_too_much_for_one(backend, root, started, monkeypatch):
     monkeypatch.setattr(fs_scan_pool, "FEW_FILES", 10)
-    blocks = [block(number, size=256 << 10, namespace=f"{number % 2:032x}") for number in range(40)]
-    data = bytes(256 << 10)
+    blocks = [block(number, size=512 << 10, namespace=f"{number % 2:032x}") for number in range(40)]
+    data = bytes(512 << 10)
     for one in blocks:
         write(backend, one, data)
     bad = root / "v1" / blocks[39].id.namespace / "27" / f"{39:064x}.0"
@@ -101,7 +101,7 @@ def test_processes_read_what_is_too_much_for_one(backend, root, started, monkeyp
 def test_without_processes_the_scan_reads_all_by_itself(backend, root, monkeypatch, trouble):
     monkeypatch.setattr(fs_scan_pool, "FEW_FILES", 1)
     for number in range(20):
-        write(backend, block(number, size=256 << 10), bytes(256 << 10))
+        write(backend, block(number, size=512 << 10), bytes(512 << 10))
 
     def refuses(*args, **kwargs):
         raise OSError(errno.EAGAIN, "no more processes")
@@ -116,7 +116,7 @@ def test_without_processes_the_scan_reads_all_by_itself(backend, root, monkeypat
 def test_a_scan_that_is_broken_off_ends_its_processes(backend, root, started, monkeypatch):
     monkeypatch.setattr(fs_scan_pool, "FEW_FILES", 1)
     for number in range(20):
-        write(backend, block(number, size=256 << 10), bytes(256 << 10))
+        write(backend, block(number, size=512 << 10), bytes(512 << 10))
     reading = FolderReader(root, None, 2).read([(NAMESPACE, f"{number:02x}") for number in range(20)])
     for _ in range(3):
         next(reading)

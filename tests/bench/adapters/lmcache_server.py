@@ -24,7 +24,7 @@ from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 CHUNK = 256
 """Tokens of its objects by default: one store or load here."""
 BLOCK = 16
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 class Daemon:

@@ -189,13 +189,14 @@ class Common(msgspec.Struct, frozen=True, gc=False):
 
 _shared = functools.lru_cache(maxsize=4096)(Common)
 _encode = msgspec.msgpack.Encoder().encode
+_joined = b"".join
 # The parts of an engine's event of many blocks are taken out of the same ids one after the other.
 _unpack_tokens = functools.lru_cache(maxsize=8)(msgspec.msgpack.Decoder(tuple[int, ...]).decode)
 
 
 def _packed(token_ids: tuple[int, ...]) -> bytes:
     """Return ids as msgpack in no more memory than that: the encoder's own result has 25 bytes to spare."""
-    return bytes(memoryview(_encode(token_ids)))
+    return _joined((_encode(token_ids), b""))  # joined, since a copy alone would be the same object
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
@@ -232,7 +233,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
             return cls(_shared(namespace, payload_bytes, dp_rank), key, event_hash(key))
         extra, hashes, tokens = meta.extra_keys, meta.hashes, meta.token_ids
         # Other extra keys are of one block alone, and may hold what has no hash.
-        make = _shared if extra is None or extra == (None,) * len(extra) else Common
+        make = _shared if extra is None or not any(extra) else Common
         common = make(
             namespace,
             payload_bytes,
@@ -247,8 +248,8 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         )
         told_as = hashes[0] if len(hashes) == 1 else hashes
         parent = meta.parent
-        if before is not None and before.told_as == parent:
-            parent = before.last_hash
+        if before is not None and (last := before.told_as) == parent and not isinstance(last, tuple):
+            parent = last
         return cls(common, key, told_as, parent, _packed(tokens) if tokens else b"")
 
     @property
@@ -276,12 +277,6 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         """The event hashes; derived from the key where the store brought no metadata."""
         told_as = self.told_as
         return told_as if isinstance(told_as, tuple) else (told_as,)
-
-    @property
-    def last_hash(self) -> EventHash:
-        """The event hash that children name as their parent."""
-        told_as = self.told_as
-        return told_as[-1] if isinstance(told_as, tuple) else told_as
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -210,9 +210,9 @@ class ResidentSet:
 
     def remove(self, node: Node) -> None:
         """Take a block out; its parent may become evictable. A pinned node keeps its slot till unpinned."""
-        namespace, key = node.block.common.namespace, node.block.key
-        family = self._families[namespace]
-        del family.nodes[key]
+        block = node.block
+        family = self._families[block.common.namespace]
+        del family.nodes[block.key]
         node.gone = True
         if node.place >= 0:
             self._policy.withdraw(node)
@@ -321,7 +321,9 @@ class ResidentSet:
 def links_of(block: Block) -> tuple[Link, Link | None]:
     """Return a block's own link and that of its parent."""
     group = group_of(block.key)
-    link, parent = block.last_hash, block.parent
+    link, parent = block.told_as, block.parent
+    if isinstance(link, tuple):
+        link = link[-1]
     if not group:
         return link, parent
     return (group, link), (group, parent) if parent is not None else None

@@ -178,7 +178,7 @@ def make_announcer(
         tail=TAIL + max((audience.coalesce or 0.0 for audience in tier_file.events.audiences), default=0.0),
     )
     labels = [TierLabel(spec.name, spec.medium, spec.locality) for spec in specs if spec.events]
-    return Announcer(stream, journal, labels, fresh=fresh, pool_survived=pool_survived)
+    return Announcer(stream, journal, labels, fresh=fresh, pool_survived=pool_survived, early=True)
 
 
 def describe(ladder: Ladder, movers: Mapping[str, Mover], namespace: str) -> None:

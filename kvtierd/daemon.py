@@ -8,7 +8,6 @@ changes the core; workers and timers end by feeding a stimulus to the next one.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import os
@@ -22,7 +21,7 @@ from kvtierd.core import effects, stimuli
 from kvtierd.core.guard import Guard
 from kvtierd.core.inventory import Survey
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.model import Block
+from kvtierd.core.model import TierEvent
 from kvtierd.core.refusal import unknown_tier
 from kvtierd.edges import pinning, systemd
 from kvtierd.edges.admin import AdminServer
@@ -72,6 +71,8 @@ class Daemon:
         self._paranoid = paranoid
         self._stop = asyncio.Event()
         self._turned = asyncio.Event()
+        self._up = asyncio.Event()
+        """Whether the start is over: engines are served before that."""
         self._failure: BaseException | None = None
         self.pulse = Pulse()
         self._stuck = False
@@ -148,6 +149,7 @@ class Daemon:
     async def _start(self, inheritance: Inheritance | None) -> None:
         """Make the pool ready, then the tiers and sockets; engines can attach when all of it answers."""
         config = self.tier_file
+        self._up.clear()
         self._control = self._server("control.sock", 1)
         if inheritance is None:
             kept = await self._loop.run_in_executor(None, KeptPool.open, config.pool, config.runtime_dir)
@@ -174,7 +176,7 @@ class Daemon:
         self._liveness = Liveness(
             self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]), kept.pipes
         )
-        await self._go_on(kept, ladder, self._liveness)
+        restored = await self._go_on(kept, ladder, self._liveness)
         first = 1 if inheritance is None else inheritance.handed.next_number
         self._engine = self._server("engine.sock", first, pool, self._liveness)
         if inheritance is None:
@@ -183,11 +185,9 @@ class Daemon:
             await takeover.serve_on(self, inheritance)
         self._takeover = Takeover(self)
         self._takeover.start()
-        openings.follow(self._usable)
         if not self._ticking:
             self._ticking = True
             self._tick()
-        self.reloader.follow()
         self.state = "ready"
         self.life.ready("engines can attach")
         if self._hub is not None:
@@ -201,6 +201,10 @@ class Daemon:
             self._engine.path,
             extra=event("ready", socket=str(self._engine.path)),
         )
+        await self._begin_stream(restored)
+        openings.follow(self._usable)
+        self.reloader.follow()
+        self._up.set()
 
     def handed_over(self) -> None:
         """End: another daemon serves now."""
@@ -208,30 +212,35 @@ class Daemon:
         self._stop.set()
 
     async def _open_stream(self, ladder: Ladder, *, fresh: bool) -> None:
+        """Open the stream's sockets; it begins to speak when engines are served."""
         config, survived = self.tier_file, self._kept is not None and self._kept.survived
         self._hub = await self._loop.run_in_executor(None, assembly.make_hub, config, fresh)
+        self._hub.open(self._loop)
         self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
-        await self._loop.run_in_executor(None, self._merged.load, self._loop)
+        self._merged.open(self._loop)
         self._announcer = assembly.make_announcer(
             config, self._merged, ladder, self._loop, fresh=fresh, pool_survived=survived
         )
-        await self._loop.run_in_executor(None, self._announcer.load)
-        self._hub.start(self._loop)
+
+    async def _begin_stream(self, restored: Sequence[TierEvent]) -> None:
+        """Read what readers know, which may take seconds, and tell them what they do not."""
+        if self._hub is None or self._merged is None or self._announcer is None:
+            return
+        scanned = [self.tier_file.primary.name]
+        await self._loop.run_in_executor(None, self._merged.load)
+        await self._loop.run_in_executor(None, self._announcer.load, restored, scanned)
+        self._hub.begin()
         self._announcer.start(self._loop)
         self._merged.start()
 
-    async def _go_on(self, kept: KeptPool, ladder: Ladder, liveness: Liveness) -> None:
-        """Begin with what an earlier daemon left in the pool."""
-        known = functools.partial(self._known, ladder.stack.primary.name)
-        processes = await self._loop.run_in_executor(None, kept.restore, ladder, self._loop.time(), known)
+    async def _go_on(self, kept: KeptPool, ladder: Ladder, liveness: Liveness) -> list[TierEvent]:
+        """Begin with what an earlier daemon left in the pool; return the stores of that."""
+        processes = await self._loop.run_in_executor(None, kept.restore, ladder, self._loop.time())
         liveness.find(processes)
-        if self._announcer is not None:
-            self._announcer.publish(ladder.take_events(), [ladder.stack.primary.name])
+        restored = ladder.take_events()
         self._guard = Guard(ladder, paranoid=self._paranoid)
         self._ladder = ladder
-
-    def _known(self, tier: str, block: Block) -> Block:
-        return block if self._announcer is None else self._announcer.known_block(tier, block)
+        return restored
 
     async def _prefault(self, pool: Pool) -> None:
         done = self._loop.run_in_executor(None, pool.prefault)

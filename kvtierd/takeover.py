@@ -139,8 +139,13 @@ class Takeover:
         daemon = self._daemon
         assert daemon._ladder is not None
         stack = daemon._ladder.stack
-        daemon.turn([stimuli.Usable(tier.name, "handing over") for tier in stack.secondaries])
         until = daemon._loop.time() + QUIET_SECONDS
+        try:
+            async with asyncio.timeout_at(until):
+                await daemon._up.wait()
+        except TimeoutError:
+            return "this daemon's own start is not over: it still reads what readers know"
+        daemon.turn([stimuli.Usable(tier.name, "handing over") for tier in stack.secondaries])
         while stack.operations and daemon._loop.time() < until:
             daemon._turned.clear()
             with contextlib.suppress(TimeoutError):

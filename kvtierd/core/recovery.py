@@ -6,7 +6,7 @@ as if their connections had just been lost: until every process of the engine ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtierd.core.handover import Live, resume
 from kvtierd.core.ladder import Ladder
@@ -27,18 +27,12 @@ class Inconsistent(Exception):
     """The state contradicts itself or the pool: nothing of it can be believed."""
 
 
-def restore(
-    ladder: Ladder,
-    state: PoolState,
-    now: float,
-    known: Callable[[Block], Block] = lambda block: block,
-    live: Live | None = None,
-) -> None:
+def restore(ladder: Ladder, state: PoolState, now: float, live: Live | None = None) -> None:
     """Put the state into a ladder that nothing has happened to yet; its changes are noted from now on.
 
     The restored blocks wait in the primary's queue as stores: what readers know of already is not told to
-    them again. ``known`` may give an equal block that is in memory already. ``live``: what goes on with
-    connections that were handed over; only what is held beside it is quarantined.
+    them again. ``live``: what goes on with connections that were handed over; only what is held beside it
+    is quarantined.
 
     Raises:
         Inconsistent: the state cannot be right; the ladder is not to be used.
@@ -47,7 +41,7 @@ def restore(
     ladder.sessions.resume(state.counters)
     ladder.stack.primary.ledger.on = True
     held = _known_holders(ladder, state)
-    found = _nodes(state, known, held)
+    found = _nodes(state, held)
     for namespace, shaped in state.shapes.items():
         _shape(ladder, shaped, found[namespace], held)
     nodes = {slot: node for there in found.values() for slot, node in there.items()}
@@ -79,14 +73,12 @@ def _known_holders(ladder: Ladder, state: PoolState) -> list[Held]:
     return [one for one in state.held.values() if one.engine in sessions.mapped]
 
 
-def _nodes(
-    state: PoolState, known: Callable[[Block], Block], held: Sequence[Held]
-) -> dict[str, dict[int, Node]]:
+def _nodes(state: PoolState, held: Sequence[Held]) -> dict[str, dict[int, Node]]:
     """Return each namespace's blocks by slot, in the order in which they came."""
     found: dict[str, dict[int, Node]] = {namespace: {} for namespace in state.shapes}
     try:
         for slot, generation, block in state.blocks.values():
-            found[block.common.namespace][slot] = Node(known(block), State.RESIDENT, slot, generation)
+            found[block.common.namespace][slot] = Node(block, State.RESIDENT, slot, generation)
         for one in held:
             found[one.namespace]
     except KeyError as error:

@@ -2,7 +2,8 @@
 
 A reader that was connected when the daemon ended comes back a moment after the sockets are open again (ZeroMQ
 tries every 100 to 200 ms). A PUB socket does not wait for it, so what is to be told is held for
-:data:`REJOIN` seconds, but for the first run of all; requests are answered meanwhile.
+:data:`REJOIN` seconds, but for the first run of all; requests are answered meanwhile, and already while the
+journal is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from kvtierd.core.model import Block, TierEvent
 from kvtierd.core.stimuli import Found
 from kvtierd.edges.journal import Journal
-from kvtierd.wire.announced import Announced, TierLabel, Told
+from kvtierd.wire.announced import Announced, History, TierLabel, Told
 
 REJOIN = 0.5
 """Seconds for readers to connect again before they are told the difference."""
@@ -38,12 +39,12 @@ class Hub(Protocol):
 
 
 class Announcer:
-    """Tells the hub what readers do not know yet. :meth:`load` first (any thread), then the loop's thread.
+    """Tells the hub what readers do not know yet. :meth:`load`, then :meth:`start` in the loop's thread.
 
     ``tiers``: those whose events are on, in drain order. ``fresh``: whether there can have been no earlier
-    run, should there be no journal. ``pool_survived``: whether the pool's blocks of before will be stored
-    again (:meth:`publish` with the CPU tier among ``scanned`` says that all that are left were); without it
-    they are taken back.
+    run, should there be no journal. ``pool_survived``: whether the pool's blocks of before are stored again
+    (with :meth:`load`); without it they are taken back. ``early``: whether turns are run, and publish, before
+    the start is done; that is kept till then.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Announcer:
         *,
         fresh: bool = True,
         pool_survived: bool = False,
+        early: bool = False,
     ) -> None:
         self._hub = hub
         self._journal = journal
@@ -66,26 +68,42 @@ class Announcer:
         self._queue: deque[Told] = deque()
         """What is held, or told in slices, and all that came after it."""
         self._finished = False
+        self._early: list[tuple[Sequence[TierEvent], Iterable[str]]] | None = [] if early else None
+        self._loaded = False
 
-    def load(self) -> None:
-        """Read the journal, and seed the hub with what readers know. May take seconds."""
-        self._announced = Announced(self._tiers, self._journal.load(), pool_survived=self._pool_survived)
+    def load(self, restored: Sequence[TierEvent] = (), scanned: Iterable[str] = ()) -> None:
+        """Read the journal, and seed the hub with what readers know. May take seconds: any thread.
+
+        ``restored``: the stores of what survived in the tiers ``scanned``, all of it.
+        """
+        history = self._journal.load()
+        if history is not None:
+            _share(history, restored)
+        self._announced = Announced(self._tiers, history, pool_survived=self._pool_survived)
         self._journal.follow(self._announced)
         told = self._announced.begin()
         self._hub.seed(told.seeds)
         self._hub.settle()
         self._holding = not self._fresh or self._journal.continued
         self._enqueue(Told([], told.events))
+        self._enqueue(self._announced.advance(restored, scanned=scanned))
+        self._loaded = True
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let events out, at once or when readers had time to come back; the hub's sockets are open."""
+        """Let events out, at once or when readers had time to come back; the hub speaks."""
         self._loop = loop
+        early, self._early = self._early or (), None
+        for events, scanned in early:
+            self.publish(events, scanned)
         if self._holding:
             loop.call_later(REJOIN, self.release)
 
     def publish(self, events: Sequence[TierEvent], scanned: Iterable[str] = ()) -> None:
         """Tell what is new in one turn's events; ``scanned``: tiers whose scan ended with it."""
         if self._finished:
+            return
+        if self._early is not None:
+            self._early.append((events, scanned))
             return
         told = self._announced.advance(events, scanned=scanned)
         if self._queue or self._holding:
@@ -107,7 +125,7 @@ class Announcer:
     @property
     def settled(self) -> bool:
         """Whether readers were told all that is known."""
-        return not (self._holding or self._queue)
+        return not (self._holding or self._queue) and self._early is None
 
     def stores(self) -> list[TierEvent]:
         """Return the stores that tell all that readers know of."""
@@ -131,14 +149,15 @@ class Announcer:
 
     def finish(self) -> None:
         """Tell what is held, then nothing any more: what changes from now on is found at the next start."""
-        while self._queue:
+        while self._queue and self._early is None:
             self._tell(self._queue.popleft())
         self._holding = False
         self._finished = True
 
     def close(self, flushed: bool) -> None:
         """End the journal. ``flushed``: all that was told has left the process. Waits for the disk."""
-        self._journal.close(flushed=flushed)
+        if self._loaded:  # else a thread may still be at it, and nothing was told
+            self._journal.close(flushed=flushed)
 
     def statistics(self) -> dict[str, Any]:
         """Return plain values by name."""
@@ -149,7 +168,7 @@ class Announcer:
             "confirmed": self._announced.confirmed,
             "repeated": self._announced.repeated,
             "unmatched": self._announced.unmatched,
-            "holding": self._holding or bool(self._queue),
+            "holding": not self.settled,
         }
 
     def _enqueue(self, told: Told) -> None:
@@ -164,3 +183,14 @@ class Announcer:
         if told.events:
             self._journal.append(told.events)
             self._hub.publish(told.events)
+
+
+def _share(history: History, restored: Sequence[TierEvent]) -> None:
+    """Have one description of each block that the journal and the pool say the same of."""
+    found = {event.block.id: event.block for event in restored}
+    for label, blocks in history.entries.items():
+        if restored and label.name == restored[0].tier:
+            for block_id, block in blocks.items():
+                other = found.get(block_id)
+                if other is not None and other == block:
+                    blocks[block_id] = other

@@ -81,6 +81,7 @@ class EventHub:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._door: Doorkeeper | None = None
+        self._begun = False
         self._after_close = 0
         self._tiers, self._environ, self._state_dir = tiers, environ, state_dir
         self._keys = load_keys(events)
@@ -89,7 +90,24 @@ class EventHub:
         """What was told while audiences change: the new ones hear it when they can."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open all sockets; to be called in the loop's thread.
+        """Open all sockets and begin; to be called in the loop's thread.
+
+        Raises:
+            ConfigError: see :meth:`open`.
+        """
+        self.open(loop)
+        self.begin()
+
+    def begin(self) -> None:
+        """Speak and answer: all that an earlier run told is seeded."""
+        self._begun = True
+        for publisher in self._publishers:
+            publisher.begin()
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Open all sockets, where nothing is said before :meth:`begin`; in the loop's thread.
+
+        Seeding may go on meanwhile, in another thread.
 
         Raises:
             ConfigError: an endpoint cannot be bound; names the audience, the endpoint and the reason.
@@ -101,7 +119,7 @@ class EventHub:
             if self._keys:
                 self._door = Doorkeeper(self._context, loop, self._keys)
             for publisher in self._publishers:
-                publisher.start(loop, self._context)
+                publisher.open(loop, self._context)
         except BaseException:
             self._abandon()
             raise
@@ -192,7 +210,7 @@ class EventHub:
         While none is attached, those who were last stay announced.
         """
         attached = frozenset(rank for rank in ranks if 0 <= rank < MAX_RANK)
-        if not attached or self._context is None:
+        if not attached or self._context is None or not self._begun:
             return
         self._ranks.remember(attached)
         for publisher in self._publishers:

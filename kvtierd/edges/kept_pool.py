@@ -16,7 +16,6 @@ import contextlib
 import io
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from kvtierd.core.geometry import UNIT
 from kvtierd.core.handover import Live, pool_state
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Change, PoolState
-from kvtierd.core.model import Block
 from kvtierd.core.recovery import Inconsistent, restore
 from kvtierd.edges import backing, systemd
 from kvtierd.edges.collector import uncollected
@@ -129,7 +127,7 @@ class KeptPool:
         """Whether a daemon that came now would find every block."""
         return self._log is not None and self._log.degraded is None
 
-    def restore(self, ladder: Ladder, now: float, known: Callable[[Block], Block]) -> set[bytes]:
+    def restore(self, ladder: Ladder, now: float) -> set[bytes]:
         """Put what was left into a new ladder and begin to record; returns the processes that it knew of.
 
         Raises:
@@ -138,7 +136,7 @@ class KeptPool:
         state, self._state = self._state or PoolState(), None
         try:
             with uncollected():
-                restore(ladder, state, now, known, self._live)
+                restore(ladder, state, now, live=self._live)
         except Inconsistent as error:
             if self.recorded:
                 remove_tables(self._stem)

@@ -36,37 +36,44 @@ class MergedStream:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Seed the hub with what readers know of engines by an earlier run. May take seconds (any thread)."""
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Open the sockets to the engines; nothing is read before :meth:`start`. In the loop's thread.
+
+        Raises:
+            ConfigError: a relay's endpoint cannot be bound.
+        """
         self._loop = loop
-        for relay in self._relays:
-            link = EngineLink(
+        if not self._relays:
+            return
+        self._context = zmq.Context()
+        self._links = [
+            EngineLink(
                 loop,
                 relay,
                 tell=self._inject,
                 heard=functools.partial(self._heard, relay.hold),
                 journal=self._journal(loop, relay),
             )
-            for rank, events in link.load():
-                self._hub.inject(rank, events, announce=False)
-                self._hold.note(rank, events)
-            self._links.append(link)
-
-    def start(self) -> None:
-        """Listen to the engines; to be called in the loop's thread, when the hub's sockets are open.
-
-        Raises:
-            ConfigError: a relay's endpoint cannot be bound.
-        """
-        if not self._links:
-            return
-        self._context = zmq.Context()
+            for relay in self._relays
+        ]
         try:
             for link in self._links:
-                link.start(self._context)
+                link.open(self._context)
         except BaseException:
             self.close()
             raise
+
+    def load(self) -> None:
+        """Seed the hub with what readers know of engines by an earlier run. May take seconds (any thread)."""
+        for link in self._links:
+            for rank, events in link.load():
+                self._hub.inject(rank, events, announce=False)
+                self._hold.note(rank, events)
+
+    def start(self) -> None:
+        """Listen to the engines; to be called in the loop's thread, when all is loaded and the hub speaks."""
+        for link in self._links:
+            link.start()
 
     def publish(self, events: Sequence[TierEvent]) -> None:
         """Tell one turn's events, in drain order."""

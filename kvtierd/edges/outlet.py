@@ -46,12 +46,12 @@ class Outlet:
         self._topic = plan.topic.encode()
         self._pub: zmq.Socket[bytes] | None = None
         self._subscribers: Subscribers | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        """Bound, and not served yet."""
         self._replay: ReplayServer | None = None
 
-    def open(
-        self, context: zmq.Context[zmq.Socket[bytes]], loop: asyncio.AbstractEventLoop, since: Since
-    ) -> None:
-        """Bind or connect; replays are taken from ``since``.
+    def open(self, context: zmq.Context[zmq.Socket[bytes]], loop: asyncio.AbstractEventLoop) -> None:
+        """Bind or connect; who asks for a replay waits until :meth:`serve`.
 
         Raises:
             CannotBind: an endpoint cannot be bound; names the audience, the endpoint and the reason.
@@ -71,6 +71,12 @@ class Outlet:
             except BaseException:
                 router.close(linger=0)
                 raise
+            self._router = router
+
+    def serve(self, loop: asyncio.AbstractEventLoop, since: Since) -> None:
+        """Answer replays from ``since``."""
+        router, self._router = self._router, None
+        if router is not None:
             self._replay = ReplayServer(loop, router, self._topic, since)
 
     def send(self, number: bytes, payload: bytes) -> None:
@@ -113,6 +119,9 @@ class Outlet:
         if self._pub is not None:
             self._pub.close(linger=max(0, int(linger * 1000)))
             self._pub = None
+        if self._router is not None:
+            self._router.close(linger=0)
+            self._router = None
 
     def _attach(self, socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)

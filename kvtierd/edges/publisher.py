@@ -106,14 +106,30 @@ class Publisher:
         """Events by medium, and by whether they are removals."""
 
     def start(self, loop: asyncio.AbstractEventLoop, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Open the outlets and start the heartbeat; to be called in the loop's thread.
+        """Open the outlets and begin; to be called in the loop's thread.
+
+        Raises:
+            ConfigError: see :meth:`open`.
+        """
+        self.open(loop, context)
+        self.begin()
+
+    def open(self, loop: asyncio.AbstractEventLoop, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Open the outlets, where nothing is said before :meth:`begin`.
 
         Raises:
             ConfigError: an endpoint cannot be bound (``CannotBind``) or connected to.
         """
         self._loop = loop
         for outlet in self.outlets:
-            outlet.open(context, loop, self._log.since)
+            outlet.open(context, loop)
+
+    def begin(self) -> None:
+        """Answer replays and start the heartbeat: all that readers know of is seeded."""
+        loop = self._loop
+        assert loop is not None
+        for outlet in self.outlets:
+            outlet.serve(loop, self._log.since)
         self._open = True
         self._sent_at = loop.time()
         self._beat()

@@ -80,7 +80,7 @@ class EngineLink:
         self._monitor: zmq.Socket[bytes] | None = None
         self._dealer: zmq.Socket[bytes] | None = None
         self._dialogue = 0
-        self._begun = False
+        self._loaded = self._begun = False
         self._peers: set[int] = set()
         self._ranks: set[int] = set()
         self._outbox: deque[tuple[int, WireEvent]] = deque()
@@ -91,6 +91,7 @@ class EngineLink:
 
     def load(self) -> list[Told]:
         """Read what an earlier run left; return what readers know by it. May take seconds (any thread)."""
+        self._loaded = True
         if self._journal is None:
             return []
         data = self._journal.load()
@@ -102,10 +103,19 @@ class EngineLink:
             self._recovered = found
         return found.seeds
 
-    def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Open the socket; an engine that is not there yet is waited for in the background.
+    def start(self) -> None:
+        """Pass on what the engine says.
 
         What an earlier run left is told a little later, so that readers can come back first.
+        """
+        self._left_at = self._loop.time()
+        if self._recovered is None:
+            self._begin()
+        else:
+            self._watch = self._loop.call_later(REJOIN, self._begin)
+
+    def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Open the socket; an engine that is not there yet is waited for in the background.
 
         Raises:
             ConfigError: it cannot be bound.
@@ -130,11 +140,6 @@ class EngineLink:
             os.umask(before)
         for socket in (sub, self._monitor):
             self._loop.add_reader(_descriptor(socket), self._work_on)
-        self._left_at = self._loop.time()
-        if self._recovered is None:
-            self._begin()
-        else:
-            self._watch = self._loop.call_later(REJOIN, self._begin)
 
     def _begin(self) -> None:
         recovered, self._recovered, self._begun = self._recovered, None, True
@@ -160,7 +165,7 @@ class EngineLink:
         self._hear(False)
         self._close_sockets()
         if self._journal is not None:
-            if not keep:
+            if not keep and self._loaded:
                 self._journal.clear()
             self._journal.close()
 

@@ -117,7 +117,8 @@ async def relaying(tmp_path, *relays):
     hub = EventHub(events, tiers={"cpu": "cpu"}, state_dir=tmp_path, clock=time.time, environ={})
     loop = asyncio.get_running_loop()
     merged = MergedStream(hub, relays, tmp_path)
-    merged.load(loop)
+    merged.open(loop)
+    merged.load()
     hub.start(loop)
     merged.start()
     rig = Rig(hub, merged)
@@ -459,9 +460,8 @@ def test_an_address_that_is_taken_is_refused_with_its_name(tmp_path):
         relay = Relay(bind=f"tcp://127.0.0.1:{port}")
         async with relaying(tmp_path, relay):
             other = MergedStream(None, [relay])
-            other.load(asyncio.get_running_loop())
             with pytest.raises(ConfigError, match=f"relay: cannot listen at tcp://127.0.0.1:{port}"):
-                other.start()
+                other.open(asyncio.get_running_loop())
 
     run(main())
 

@@ -17,12 +17,12 @@ from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Layout, Medium
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
+from kvtierd.edges import pinning
 from kvtierd.edges.admin import AdminServer, metrics_route
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.backends.base import Backend
 from kvtierd.edges.backends.factory import holds_blocks, make_backend, make_spec
 from kvtierd.edges.engine import Limits
-from kvtierd.edges.handover import Inheritance
 from kvtierd.edges.hub import EventHub
 from kvtierd.edges.journal import TAIL, Journal
 from kvtierd.edges.kept_pool import KeptPool
@@ -215,13 +215,16 @@ def _say_what_differs(layout: Layout, other: Layout) -> None:
     )
 
 
-def take_pool(tier_file: TierFile, inheritance: Inheritance) -> KeptPool:
-    """Return the pool that another daemon hands over.
+def take_pool(tier_file: TierFile, owner: int, pool_id: str) -> KeptPool:
+    """Return the pool that another daemon hands over, pinned. May take seconds: call it off the loop.
 
     Raises:
         PoolError: it cannot be used.
     """
-    handed, owner = inheritance.handed, inheritance.take("pool")
-    assert owner is not None
-    found = Found(owner, handed.pool_id)
-    return KeptPool.take(tier_file.pool, tier_file.runtime_dir, found, handed.table, handed.live)
+    kept = KeptPool.take(tier_file.pool, tier_file.runtime_dir, Found(owner, pool_id))
+    try:
+        pinning.pin(kept.pool, tier_file.pool.pin)
+    except BaseException:
+        kept.close(keep=True)
+        raise
+    return kept

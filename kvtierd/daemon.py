@@ -27,6 +27,7 @@ from kvtierd.edges import pinning, systemd
 from kvtierd.edges.admin import AdminServer
 from kvtierd.edges.announcer import Announcer
 from kvtierd.edges.aside import DaemonThreads
+from kvtierd.edges.backends.base import Backend
 from kvtierd.edges.engine import EngineServer
 from kvtierd.edges.handover import Inheritance
 from kvtierd.edges.hub import EventHub
@@ -83,6 +84,7 @@ class Daemon:
         self._ladder: Ladder | None = None
         self._guard: Guard | None = None
         self._openings: Openings | None = None
+        self._backends: dict[str, Backend] = {}
         self._movers: dict[str, Mover] = {}
         self._hub: EventHub | None = None
         self._merged: MergedStream | None = None
@@ -103,6 +105,8 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(DaemonThreads())
         make_folder("runtime_dir", self.tier_file.runtime_dir)
+        self._backends = assembly.make_backends(self.tier_file)
+        self._trail = await self._loop.run_in_executor(None, assembly.make_trail, self.tier_file)
         inheritance = await takeover.inherit(self) if self._takes_over else None
         if inheritance is None:
             self._lock = lock_folder(self.tier_file.runtime_dir)
@@ -155,19 +159,19 @@ class Daemon:
             kept = await self._loop.run_in_executor(None, KeptPool.open, config.pool, config.runtime_dir)
             await self._control.start()
         else:
-            kept = assembly.take_pool(config, inheritance)
+            kept = inheritance.kept
+            kept.know(inheritance.handed.table, whole=inheritance.handed.whole, live=inheritance.handed.live)
         self._kept, pool = kept, kept.pool
         if config.admin.listen is not None:
             self._admin = assembly.make_admin(config.admin.listen, self.report)
             await self._admin.start()
         self.watch.start(self._admin.fileno() if self._admin is not None else None)
-        backends = assembly.make_backends(config)
+        backends = self._backends
         self._openings = openings = assembly.make_openings(config, backends, self._loop)
         openings.start()
-        self._trail = await self._loop.run_in_executor(None, assembly.make_trail, config)
-        await self._prefault(pool)
-        await self._loop.run_in_executor(None, pinning.pin, pool, config.pool.pin)
         if inheritance is None:
+            await self._prefault(pool)
+            await self._loop.run_in_executor(None, pinning.pin, pool, config.pool.pin)
             await openings.settle()
         ladder = assembly.make_ladder(config, pool, backends)
         if config.events.enabled:

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtierd import __version__, ending
+import msgspec
+
+from kvtierd import __version__, assembly, ending
+from kvtierd.config.schema import TierFile
 from kvtierd.core import handover, stimuli
+from kvtierd.core.ladder import Ladder
 from kvtierd.edges.connection import EngineConnection
-from kvtierd.edges.handover import NAME, Inheritance, Peer, ask
+from kvtierd.edges.handover import NAME, READY_SECONDS, Inheritance, Peer, ask
+from kvtierd.edges.kept_pool import KeptPool
 from kvtierd.edges.unix_socket import Permissions, inode_of, listen, remove_own
 from kvtierd.edges.watch import Watch
 from kvtierd.logs.events import event
 from kvtierd.wire.frames import Unreadable
-from kvtierd.wire.handover import FORMAT, Ask, Go, Handed, Refusal, Taken, downgrade
+from kvtierd.wire.handover import FORMAT, Ask, Go, Handed, Offer, Part, Ready, Refusal, Taken, downgrade
 
 if TYPE_CHECKING:
     from kvtierd.daemon import Daemon
@@ -85,8 +91,9 @@ class Takeover:
     async def _answer(self, peer: Peer) -> bool:
         """Hand over if that may be; whether this daemon is done."""
         asked = await self._aside(peer.receive)
-        reason = self._objection(peer, asked)
+        reason = self._objection(peer, asked) or await self._started()
         if not reason:
+            await self._offer(peer)
             reason = await self._quiet()
         if reason:
             self.refused = reason
@@ -95,7 +102,7 @@ class Takeover:
             return False
         assert isinstance(asked, Ask)
         log.info("handing over to %s", asked.daemon, extra=event("handing_over", to=asked.daemon))
-        handed, descriptors = await self._freeze()
+        handed, descriptors, ladder = await self._freeze()
         try:
             await self._aside(lambda: peer.send(handed, descriptors))
             answer = await self._aside(peer.receive)
@@ -107,7 +114,7 @@ class Takeover:
             log.warning(
                 "takeover: %s; going on", self.refused, extra=event("takeover_failed", reason=self.refused)
             )
-            await _go_on(self._daemon, Inheritance(None, handed, descriptors))
+            await _go_on(self._daemon, handed, descriptors, ladder)
             return True  # another of these listens now
         for descriptor in descriptors:
             os.close(descriptor)
@@ -134,17 +141,45 @@ class Takeover:
             return f"the pool is another one ({theirs}, not {mine}): that needs a restart"
         return ""
 
+    async def _started(self) -> str:
+        """Wait for this daemon's own start to end; return why that is not so."""
+        try:
+            async with asyncio.timeout(QUIET_SECONDS):
+                await self._daemon._up.wait()
+        except TimeoutError:
+            return "this daemon's own start is not over: it still reads what readers know"
+        return ""
+
+    async def _offer(self, peer: Peer) -> None:
+        """Give the pool and what is in it while this daemon serves on, and wait for it to be made use of.
+
+        Raises:
+            OSError, Unreadable: the other one does not, nothing has happened.
+        """
+        ladder, kept = self._daemon._ladder, self._daemon._kept
+        assert ladder is not None
+        assert kept is not None
+        owner = kept.pool.owner()
+        try:
+            await self._aside(lambda: peer.send(Offer(kept.pool.pool_id), [owner]))
+            for part in kept.copy(ladder):
+                await self._aside(functools.partial(peer.send, Part(part)))
+            await self._aside(lambda: peer.send(Part(b"")))
+            answer = await self._aside(lambda: peer.receive(READY_SECONDS))
+            if not isinstance(answer, Ready):
+                raise Unreadable(f"the other daemon said {type(answer).__name__}")
+        except (OSError, Unreadable):
+            kept.stop_copy(ladder)
+            raise
+        finally:
+            os.close(owner)
+
     async def _quiet(self) -> str:
         """Let work for the secondaries end, and begin none; return why it does not."""
         daemon = self._daemon
         assert daemon._ladder is not None
         stack = daemon._ladder.stack
         until = daemon._loop.time() + QUIET_SECONDS
-        try:
-            async with asyncio.timeout_at(until):
-                await daemon._up.wait()
-        except TimeoutError:
-            return "this daemon's own start is not over: it still reads what readers know"
         daemon.turn([stimuli.Usable(tier.name, "handing over") for tier in stack.secondaries])
         while stack.operations and daemon._loop.time() < until:
             daemon._turned.clear()
@@ -154,11 +189,13 @@ class Takeover:
         if not stack.operations:
             return ""
         count = len(stack.operations)
+        assert daemon._kept is not None
+        daemon._kept.stop_copy(daemon._ladder)
         daemon.turn([stimuli.Usable(tier.name, "") for tier in stack.secondaries])
         return f"{count} operations of tiers did not end within {QUIET_SECONDS:g} s"
 
-    async def _freeze(self) -> tuple[Handed, list[int]]:
-        """Stop serving; return all that the next daemon needs. From here on only an inheritance goes on."""
+    async def _freeze(self) -> tuple[Handed, list[int], Ladder]:
+        """Stop serving; return what the next daemon still needs. From here on only an inheritance goes on."""
         daemon = self._daemon
         ladder, engine, control, kept = daemon._ladder, daemon._engine, daemon._control, daemon._kept
         assert ladder is not None
@@ -171,27 +208,26 @@ class Takeover:
         connections = [both for c in engine.connections.values() if (both := c.hand_over()) is not None]
         numbers = {connection.number for connection, _ in connections}
         live = handover.live(ladder, daemon._loop.time())
-        table = kept.table(ladder)
+        changed = kept.changed(ladder)
         gone = [session for session in live.sessions if session.number not in numbers]
         live = _without(live, {session.number for session in gone})
         named = [
             ("lock", os.dup(daemon._lock)),
-            ("pool", kept.pool.owner()),
             *listeners.items(),
             *((f"connection {connection.number}", fd) for connection, fd in connections),
         ]
         handed = Handed(
             format=FORMAT,
-            pool_id=kept.pool.pool_id,
             next_number=engine.next_number(),
-            table=table,
+            table=kept.table(ladder) if changed is None else changed,
+            whole=changed is None,
             live=live,
             connections=tuple(connection for connection, _ in connections),
             names=tuple(name for name, _ in named),
         )
         self._stop_listening()
         await _let_go(daemon)
-        return handed, [fd for _, fd in named]
+        return handed, [fd for _, fd in named], ladder
 
 
 def _without(live: handover.Live, sessions: set[int]) -> handover.Live:
@@ -231,16 +267,23 @@ async def _close_tiers(daemon: Daemon) -> None:
     await daemon._loop.run_in_executor(None, daemon._openings.close)
 
 
-async def _go_on(daemon: Daemon, inheritance: Inheritance) -> None:
+async def _go_on(daemon: Daemon, handed: Handed, descriptors: Sequence[int], ladder: Ladder) -> None:
     """Serve on after a takeover that failed, with what had been prepared for it."""
-    assert daemon._kept is not None
-    daemon._kept.close(keep=True)
+    kept = daemon._kept
+    assert kept is not None
+    config, pool_id, owner = daemon.tier_file, kept.pool.pool_id, kept.pool.owner()
+    handed = msgspec.structs.replace(handed, table=kept.table(ladder), whole=True)
+    kept.close(keep=True)
     daemon.watch.stop()
     daemon.watch = Watch(daemon.report.ages)
-    lock = inheritance.take("lock")
-    assert lock is not None
-    os.close(lock)
     try:
+        kept = await daemon._loop.run_in_executor(None, assembly.take_pool, config, owner, pool_id)
+        inheritance = Inheritance(None, handed, descriptors, kept)
+        lock = inheritance.take("lock")
+        assert lock is not None
+        os.close(lock)
+        daemon._backends = assembly.make_backends(config)
+        daemon._trail = await daemon._loop.run_in_executor(None, assembly.make_trail, config)
         await daemon._start(inheritance)
     except Exception as error:
         daemon._failure = error
@@ -255,11 +298,28 @@ async def inherit(daemon: Daemon) -> Inheritance:
     """
     pool = daemon.tier_file.pool
     request = Ask(FORMAT, f"kvtierd {__version__}", pool.bytes, pool.backing, str(pool.path or ""))
-    inheritance = await daemon._loop.run_in_executor(None, ask, daemon.tier_file.runtime_dir, request)
+    inheritance = await daemon._loop.run_in_executor(None, _accept, daemon.tier_file, request)
     lock = inheritance.take("lock")
     assert lock is not None
     daemon._lock = lock
     return inheritance
+
+
+def _accept(tier_file: TierFile, request: Ask) -> Inheritance:
+    """Ask for all of it; what takes long is done while the other daemon still serves."""
+    offered = ask(tier_file.runtime_dir, request)
+    kept: KeptPool | None = None
+    try:
+        owner, offered.owner = offered.owner, -1
+        kept = assembly.take_pool(tier_file, owner, offered.pool_id)
+        kept.know(offered.table)
+        offered.table = b""
+        return offered.accept(kept)
+    except BaseException:
+        if kept is not None:
+            kept.close(keep=True)
+        offered.close()
+        raise
 
 
 async def serve_on(daemon: Daemon, inheritance: Inheritance) -> None:

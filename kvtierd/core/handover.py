@@ -55,10 +55,16 @@ class Live:
     leases: list[HandedLease] = field(default_factory=list)
 
 
+def pool_counters(ladder: Ladder) -> Counters:
+    """Return the last numbers that were given out."""
+    sessions = ladder.sessions
+    return Counters(sessions.fence, sessions.last_number, ladder.stack.generation)
+
+
 def pool_state(ladder: Ladder) -> PoolState:
     """Return what the slot table of this ladder would say."""
     stack, sessions = ladder.stack, ladder.sessions
-    state = PoolState(Counters(sessions.fence, sessions.last_number, stack.generation))
+    state = PoolState(pool_counters(ladder))
     state.apply(space.shape() for space in stack.primary.spaces.values())
     state.apply([*sessions.mappings(), *sessions.holds()])
     state.apply(

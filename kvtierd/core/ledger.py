@@ -78,12 +78,17 @@ class Counters(NamedTuple):
     generation: int = 0
 
 
+COPY_LIMIT = 1 << 17
+"""Changes that are kept for a second reader."""
+
+
 class Ledger:
     """The changes since they were last taken. Notes nothing unless ``on``."""
 
     def __init__(self) -> None:
         self.on = False
         self._changes: list[Change] = []
+        self._copy: list[Change] | None = None
 
     def note(self, change: Change) -> None:
         """Note one change."""
@@ -93,6 +98,19 @@ class Ledger:
     def take(self) -> list[Change]:
         """Return and forget the changes, oldest first."""
         changes, self._changes = self._changes, []
+        if self._copy is not None:
+            self._copy += changes
+            if len(self._copy) > COPY_LIMIT:
+                self._copy = None
+        return changes
+
+    def copy(self) -> None:
+        """Keep what is taken from now on for a second reader, too."""
+        self._copy = []
+
+    def copied(self) -> list[Change] | None:
+        """Return what was kept and keep no more; ``None`` if that was too much, or nothing was kept."""
+        changes, self._copy = self._copy, None
         return changes
 
 

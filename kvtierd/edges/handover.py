@@ -10,19 +10,22 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvtierd.edges.kept_pool import KeptPool
 from kvtierd.errors import ExitCode, KvtierdError
 from kvtierd.wire.frames import MAX_BODY, Unreadable, check
-from kvtierd.wire.handover import Ask, Go, Handed, Message, Refusal, Taken, decode, encode
+from kvtierd.wire.handover import Ask, Go, Handed, Message, Offer, Part, Ready, Refusal, Taken, decode, encode
 
 NAME = "takeover.sock"
 FDS_PER_MESSAGE = 200
 """The kernel takes 253."""
 STEP_SECONDS = 10.0
 """For each message of the other daemon."""
+READY_SECONDS = 120.0
+"""For the other daemon to map and lock the pool and to learn what is in it; this one serves meanwhile."""
 _HEAD = 8
 
 
@@ -105,11 +108,49 @@ class Peer:
         self.descriptors = []
 
 
-class Inheritance:
-    """What a running daemon handed over; :meth:`confirm` before anything of it is used."""
+class Offered:
+    """A running daemon's pool, and what is in it: ``table``. That daemon still serves.
 
-    def __init__(self, peer: Peer | None, handed: Handed, descriptors: Sequence[int]) -> None:
+    ``owner``: the pool's descriptor; who takes it sets it to -1.
+    """
+
+    def __init__(self, peer: Peer, pool_id: str, owner: int, table: bytes) -> None:
+        self.pool_id = pool_id
+        self.owner = owner
+        self.table = table
+        self._peer = peer
+
+    def accept(self, kept: KeptPool) -> Inheritance:
+        """Have the other daemon stop serving; ``kept`` is its pool, ready to be gone on with.
+
+        Raises:
+            CannotTakeOver: it does not stop; its reason.
+        """
+        peer = self._peer
+        with _complaints():
+            peer.send(Ready())
+            answer = peer.receive(2 * STEP_SECONDS)
+            if isinstance(answer, Refusal):
+                raise CannotTakeOver(f"takeover: refused: {answer.reason}")
+            if not isinstance(answer, Handed) or len(answer.names) != len(peer.descriptors):
+                raise _unexpected()
+        descriptors, peer.descriptors = peer.descriptors, []
+        return Inheritance(peer, answer, descriptors, kept)
+
+    def close(self) -> None:
+        """Hang up: the other daemon goes on."""
+        self._peer.close()
+        if self.owner >= 0:
+            os.close(self.owner)
+            self.owner = -1
+
+
+class Inheritance:
+    """What a running daemon handed over, beside its pool ``kept``; :meth:`confirm` before it is used."""
+
+    def __init__(self, peer: Peer | None, handed: Handed, descriptors: Sequence[int], kept: KeptPool) -> None:
         self.handed = handed
+        self.kept = kept
         self._peer = peer
         self._descriptors = list(descriptors)
 
@@ -147,8 +188,8 @@ class Inheritance:
         self._descriptors = []
 
 
-def ask(runtime_dir: Path, request: Ask) -> Inheritance:
-    """Ask the running daemon to hand over; returns when it has stopped serving.
+def ask(runtime_dir: Path, request: Ask) -> Offered:
+    """Ask the running daemon to hand over; returns its pool and what is in it.
 
     Raises:
         CannotTakeOver: with its reason.
@@ -157,19 +198,43 @@ def ask(runtime_dir: Path, request: Ask) -> Inheritance:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     peer = Peer(sock)
     try:
-        sock.settimeout(STEP_SECONDS)
-        sock.connect(str(path))
-        peer.send(request)
-        answer = peer.receive(2 * STEP_SECONDS)
-        if isinstance(answer, Refusal):
-            raise CannotTakeOver(f"takeover: refused: {answer.reason}")
-        if not isinstance(answer, Handed) or len(answer.names) != len(peer.descriptors):
-            raise CannotTakeOver("takeover: the running daemon sent something else than what was asked for")
-    except (OSError, Unreadable) as error:
-        peer.close()
-        raise CannotTakeOver(f"takeover: {path}: {error}: is a daemon running there?") from None
+        with _complaints(f"{path}: ", ": is a daemon running there?"):
+            sock.settimeout(STEP_SECONDS)
+            sock.connect(str(path))
+            peer.send(request)
+            answer = peer.receive(2 * STEP_SECONDS)
+        with _complaints():
+            if isinstance(answer, Refusal):
+                raise CannotTakeOver(f"takeover: refused: {answer.reason}")
+            if not isinstance(answer, Offer):
+                raise _unexpected()
+            table = b"".join(_parts(peer))
+            if len(peer.descriptors) != 1:
+                raise _unexpected()
     except CannotTakeOver:
         peer.close()
         raise
-    descriptors, peer.descriptors = peer.descriptors, []
-    return Inheritance(peer, answer, descriptors)
+    (owner,), peer.descriptors = peer.descriptors, []
+    return Offered(peer, answer.pool_id, owner, table)
+
+
+def _parts(peer: Peer) -> Iterator[bytes]:
+    while True:
+        part = peer.receive()
+        if not isinstance(part, Part):
+            raise _unexpected()
+        if not part.table:
+            return
+        yield part.table
+
+
+def _unexpected() -> CannotTakeOver:
+    return CannotTakeOver("takeover: the running daemon sent something else than what was asked for")
+
+
+@contextmanager
+def _complaints(where: str = "", question: str = "") -> Iterator[None]:
+    try:
+        yield
+    except (OSError, Unreadable) as error:
+        raise CannotTakeOver(f"takeover: {where}{error}{question}") from None

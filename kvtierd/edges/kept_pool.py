@@ -16,14 +16,16 @@ import contextlib
 import io
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvtierd.core.geometry import UNIT
-from kvtierd.core.handover import Live, pool_state
+from kvtierd.core.handover import Live, pool_counters, pool_state
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.ledger import Change, PoolState
+from kvtierd.core.ledger import Change, Placed, PoolState
 from kvtierd.core.recovery import Inconsistent, restore
+from kvtierd.core.residency import State
 from kvtierd.edges import backing, systemd
 from kvtierd.edges.collector import uncollected
 from kvtierd.edges.libc import MemoryCalls
@@ -37,6 +39,8 @@ from kvtierd.wire.slot_records import Header, SlotReader, SlotWriter, header
 
 log = logging.getLogger(__name__)
 
+COPY_SLICE = 256
+"""Blocks in a part of a copy; turns may run between two of them."""
 STORE_NAME = "kvtierd-pool"
 """Of the pool's descriptor in the service manager's store."""
 
@@ -54,17 +58,17 @@ class KeptPool:
         pool: Pool,
         stem: Path,
         state: PoolState | None = None,
-        live: Live | None = None,
         *,
         recorded: bool,
     ) -> None:
         self.pool = pool
         self.survived = state is not None
         self.recorded = recorded
-        self._live = live
+        self._live: Live | None = None
         self._stem = stem
         self._state = state
         self._log: SlotLog | None = None
+        self._ladder: Ladder | None = None
 
     @classmethod
     def open(cls, settings: PoolSettings, runtime_dir: Path, calls: MemoryCalls | None = None) -> KeptPool:
@@ -87,27 +91,34 @@ class KeptPool:
         return cls(pool, stem, state, recorded=named or systemd.store(STORE_NAME, pool.fd))
 
     @classmethod
-    def take(
-        cls, settings: PoolSettings, runtime_dir: Path, found: Found, table: bytes, live: Live
-    ) -> KeptPool:
-        """Go on with the pool of a daemon that hands over.
+    def take(cls, settings: PoolSettings, runtime_dir: Path, found: Found) -> KeptPool:
+        """Map the pool of a daemon that hands over; :meth:`know` what is in it before it is restored.
 
         Raises:
-            PoolError: it cannot be mapped, or its table cannot be read.
+            PoolError: it cannot be mapped.
         """
         path = pool_path(settings, runtime_dir)
-        reader = SlotReader()
-        try:
-            reader.read(io.BytesIO(table))
-        except (Torn, Unreadable) as error:
-            os.close(found.owner)
-            raise PoolError(f"takeover: the table of the pool: {error}") from None
         pool = Pool.allocate(settings, runtime_dir, None, found)
         pool.record("kept", "yes", "taken over")
-        stem = path or runtime_dir / "pool"
-        if path is None:
-            remove_tables(stem)  # the service manager may know of this pool, but not of this process
-        return cls(pool, stem, reader.state, live, recorded=path is not None)
+        return cls(pool, path or runtime_dir / "pool", PoolState(), recorded=path is not None)
+
+    def know(self, table: bytes, *, whole: bool = True, live: Live | None = None) -> None:
+        """Take in a generation of the slot table of a daemon that hands over.
+
+        ``whole``: it says all, else what changed since the last one. ``live``: what goes on.
+
+        Raises:
+            PoolError: it cannot be read.
+        """
+        reader = SlotReader()
+        if not whole and self._state is not None:
+            reader.state = self._state
+        try:
+            with uncollected():
+                reader.read(io.BytesIO(table))
+        except (Torn, Unreadable) as error:
+            raise PoolError(f"takeover: the table of the pool: {error}") from None
+        self._state, self._live = reader.state, live
 
     @property
     def pipes(self) -> Path:
@@ -121,6 +132,42 @@ class KeptPool:
         changes += [*state.held.values(), *state.blocks.values()]
         frames = SlotWriter().changes(state.counters, changes)
         return header(self._header()) + frames
+
+    def copy(self, ladder: Ladder) -> Iterator[bytes]:
+        """Yield the same in parts, between which turns may run; what they change is in :meth:`changed`."""
+        primary, sessions = ladder.stack.primary, ladder.sessions
+        primary.ledger.on = True
+        counters, _ = ladder.take_changes()  # the turns before have taken all of theirs
+        primary.ledger.copy()
+        writer = SlotWriter()
+        base: list[Change] = [space.shape() for space in primary.spaces.values()]
+        base += [*sessions.mappings(), *sessions.holds()]
+        nodes = list(primary.nodes())
+        yield header(self._header()) + writer.changes(counters, base)
+        for at in range(0, len(nodes), COPY_SLICE):
+            placed: list[Change] = [
+                Placed(node.slot, node.generation, node.block)
+                for node in nodes[at : at + COPY_SLICE]
+                if node.state is State.RESIDENT and not node.gone
+            ]
+            yield writer.changes(counters, placed)
+
+    def changed(self, ladder: Ladder) -> bytes | None:
+        """Return what changed since a copy began, as a generation; ``None`` if that is too much."""
+        self.record()
+        changes = ladder.stack.primary.ledger.copied()
+        if changes is None:
+            return None
+        shapes = [space.shape() for space in ladder.stack.primary.spaces.values()]
+        counters = pool_counters(ladder)
+        return header(self._header()) + SlotWriter().changes(counters, [*shapes, *changes])
+
+    def stop_copy(self, ladder: Ladder) -> None:
+        """Keep no changes any more: the copy is of no use."""
+        ladder.stack.primary.ledger.copied()
+        if self._log is None:
+            ladder.stack.primary.ledger.on = False
+            ladder.take_changes()
 
     @property
     def whole(self) -> bool:
@@ -149,10 +196,12 @@ class KeptPool:
                 len(ladder.sessions.quarantines),
                 extra=event("pool_goes_on", pool_id=self.pool.pool_id, blocks=len(state.blocks)),
             )
+        self._ladder = ladder
         if self.recorded:
             self._log = SlotLog(self._stem, self._header(), ladder)
             self._log.open()
         else:
+            remove_tables(self._stem)  # the service manager may know of this pool, but not of this process
             ladder.stack.primary.ledger.on = False
             ladder.take_changes()
         return {process for _, process in state.mapped}
@@ -161,6 +210,8 @@ class KeptPool:
         """Write down what a turn changed, before anything of it is carried out."""
         if self._log is not None:
             self._log.record()
+        elif self._ladder is not None and self._ladder.stack.primary.ledger.on:
+            self._ladder.take_changes()  # for a copy alone
 
     def tick(self) -> None:
         """Do the record's upkeep."""

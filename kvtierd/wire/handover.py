@@ -1,9 +1,11 @@
 """What two daemons of one machine say to each other when one takes over from the other.
 
-The new one connects to ``takeover.sock`` and says :class:`Ask`. The running one answers :class:`Refusal` and
-goes on, or stops serving and answers :class:`Handed`, with descriptors. The new one says :class:`Taken` when
-everything is ready, and serves only after :class:`Go`; whatever else happens, the running one goes on. All
-messages are frames of :mod:`kvtierd.wire.frames` with one msgpack array each, tagged by name.
+The new one connects to ``takeover.sock`` and says :class:`Ask`. The running one answers :class:`Refusal`, or
+:class:`Offer` with the pool's descriptor and what its slots hold, in :class:`Part` after part, while it
+serves on. When the new one has made use of all that, it says :class:`Ready`; the running one stops serving
+and answers :class:`Handed`, with descriptors, or a refusal. The new one says :class:`Taken` when everything
+is in place, and serves only after :class:`Go`; whatever else happens, the running one goes on. All messages
+are frames of :mod:`kvtierd.wire.frames` with one msgpack array each, tagged by name.
 """
 
 from __future__ import annotations
@@ -33,6 +35,22 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     reason: str
 
 
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+    """The pool, whose descriptor comes along; parts of its slot table follow."""
+
+    pool_id: str
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """A part of a generation of the slot table, which begins with the first; the last one is empty."""
+
+    table: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The new daemon has the pool and knows its blocks; the rest can be handed over."""
+
+
 class HandedConnection(msgspec.Struct, frozen=True, array_like=True):
     """An attached connection; ``pending``: bytes of requests that were read and not served yet."""
 
@@ -45,15 +63,16 @@ class HandedConnection(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handed(msgspec.Struct, frozen=True, array_like=True, tag="handed"):
-    """All that the new daemon needs. With it come descriptors: ``names`` says what each one is, in order.
+    """What the new daemon still needs. With it come descriptors: ``names`` says what each is, in order.
 
-    ``table``: a generation of the slot table, from its first byte.
+    ``table``: a generation of the slot table, from its first byte: what changed since that of the parts, or,
+    if ``whole``, all there is to know.
     """
 
     format: int
-    pool_id: str
     next_number: int
     table: bytes
+    whole: bool
     live: Live
     connections: tuple[HandedConnection, ...]
     names: tuple[str, ...]
@@ -67,7 +86,7 @@ class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
     """The old daemon will never serve again."""
 
 
-Message = Ask | Refusal | Handed | Taken | Go
+Message = Ask | Refusal | Offer | Part | Ready | Handed | Taken | Go
 _decoder = msgspec.msgpack.Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
 

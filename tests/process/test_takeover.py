@@ -171,6 +171,16 @@ def ask(rig: DaemonRig, **changes: Any) -> tuple[Peer, handover.Message]:
     return peer, peer.receive()
 
 
+def offered(rig: DaemonRig) -> Peer:
+    """Return a peer that was given the pool and all that is in it."""
+    peer, answer = ask(rig)
+    assert isinstance(answer, handover.Offer)
+    while isinstance(part := peer.receive(), handover.Part) and part.table:
+        pass
+    assert len(peer.descriptors) == 1
+    return peer
+
+
 def test_a_downgrade_and_another_pool_are_refused_with_a_reason(running: DaemonRig) -> None:
     running.backing = running.status()["pool"]["backing"]["state"]  # type: ignore[attr-defined]
     session = running.attach()
@@ -187,7 +197,7 @@ def test_a_downgrade_and_another_pool_are_refused_with_a_reason(running: DaemonR
     assert session.epoch == 1
 
 
-@pytest.mark.parametrize("moment", ["asked", "given", "taken"])
+@pytest.mark.parametrize("moment", ["asked", "offered", "nonsense", "given", "taken"])
 def test_if_the_new_daemon_fails_the_old_one_goes_on(running: DaemonRig, moment: str) -> None:
     """Whatever was closed for the other one is opened again; engines have one slower call."""
     running.backing = running.status()["pool"]["backing"]["state"]  # type: ignore[attr-defined]
@@ -201,8 +211,12 @@ def test_if_the_new_daemon_fails_the_old_one_goes_on(running: DaemonRig, moment:
     if moment == "asked":
         requester(running).close()
     else:
-        peer, answer = ask(running)
-        assert isinstance(answer, handover.Handed)
+        peer = offered(running)
+        if moment == "nonsense":
+            peer.send(handover.Taken())
+        elif moment != "offered":
+            peer.send(handover.Ready())
+            assert isinstance(peer.receive(), handover.Handed)
         if moment == "taken":
             peer.send(handover.Refusal("nonsense"))
         peer.close()

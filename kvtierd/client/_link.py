@@ -147,6 +147,8 @@ class Link:
         self._awaited: set[int] = set()
         self._orphans: set[int] = set()
         self._revoked = self._acknowledged = self._polled = 0
+        self._attaches = 0
+        """Asked for since the last one that was answered and mapped."""
 
     @property
     def ready(self) -> bool:
@@ -175,7 +177,7 @@ class Link:
         """This is a forked child: nothing that the parent agreed with the daemon counts here."""
         self.close()
         self.attached = None
-        self._revoked = self._acknowledged = self._polled = 0
+        self._revoked = self._acknowledged = self._polled = self._attaches = 0
 
     def ask(self, build: Callable[..., Request]) -> int:
         """Queue a request and return its id; :meth:`feed` returns the answer with the same id.
@@ -241,10 +243,12 @@ class Link:
         """The pool of :attr:`attached` is mapped; ``again`` when this process had mapped it before.
 
         Only then may copies of older jobs still run, so only then is the fence of the attach to be
-        acknowledged; a first mapping starts clean.
+        acknowledged; a first mapping starts clean. But where an earlier attach went unanswered, the daemon may
+        have counted this process in already, and waits for its word.
         """
         assert self.attached is not None
-        self._revoked = self.attached.fence
+        again = again or self._attaches > 1
+        self._attaches = 0
         self._polled = 0
         self._acknowledged = 0 if again else self.attached.fence
 
@@ -296,9 +300,10 @@ class Link:
                 self._settle()
             else:
                 self.phase = Phase.ATTACHING
+                self._attaches += 1
                 self._handshake = self._write(self._attach(id=self._next_id()))
         elif isinstance(reply, Attached) and self.phase is Phase.ATTACHING:
-            self.attached = reply
+            self.attached, self._revoked = reply, reply.fence
             self._settle()
         else:
             raise RemoteProtocolError(f"{type(reply).__name__} came while {self.phase.value}")

@@ -370,12 +370,15 @@ def inventory(tier: str | None) -> Flow[list[InventoryEntry]]:
             return entries
 
 
-def acknowledge(fence: int | None) -> Flow[int | None]:
-    """Say that no copy of revoked jobs and leases runs; returns the fence that the daemon took."""
+def acknowledge(fence: int | None, epoch: int) -> Flow[int | None]:
+    """Say that no copy of revoked jobs and leases runs; returns the fence that the daemon took.
+
+    Fences count anew with each pool, so one that came over an earlier connection says nothing on this one.
+    """
     if fence is None:
         return None
     build = partial(stimuli.Acknowledge, fence=fence)
-    reply: effects.Done | Miss = yield Verb(build, effects.Done)
+    reply: effects.Done | Miss = yield Verb(build, effects.Done, epoch=epoch)
     return None if isinstance(reply, Miss) else fence
 
 

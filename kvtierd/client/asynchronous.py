@@ -164,7 +164,7 @@ class AsyncSession(SessionBase):
 
     async def acknowledge(self) -> bool:
         """Say that no copy of what was revoked up to the last polled fence is running in this process."""
-        fence = await self._run(_verbs.acknowledge(self._link.acknowledgeable()))
+        fence = await self._run(_verbs.acknowledge(self._link.acknowledgeable(), self._link.epoch))
         if fence is not None:
             self._link.acknowledged(fence)
         return fence is not None

@@ -92,6 +92,40 @@ def test_a_reconnect_to_the_same_daemon_keeps_the_mapping_and_shows_the_fence(
     assert s.poll() == 5
 
 
+def test_a_fence_of_the_daemon_before_says_nothing_to_the_next_one(attach, start, clock, wait_for):
+    """Else its own revocations, which count from 1 again, would never be acknowledged."""
+    first = start()
+    s = attach(clock=clock)
+    first.notice(9)
+    assert wait_for(s.poll) == 9
+    first.close()
+    second = start()
+    clock.run()
+    assert wait_for(lambda: (s.acknowledge(), s.epoch == 2)[1])
+    assert not second.of_type(stimuli.Acknowledge)
+    assert s.poll() is None
+    second.notice(2)
+    assert wait_for(s.poll) == 2
+    assert s.acknowledge()
+    assert [request.fence for request in second.of_type(stimuli.Acknowledge)] == [2]
+
+
+def test_who_may_have_been_counted_in_by_an_attach_that_went_unanswered_speaks(
+    attach, daemon, clock, wait_for
+):
+    """The daemon waits for every process that it gave the pool to, read or not."""
+    daemon.mute.add(stimuli.Attach)
+    s = attach(deadline=0.2, clock=clock)
+    assert not s.connected
+    daemon.fence = 4
+    daemon.mute.clear()
+    daemon.drop_connections()
+    clock.run()
+    assert wait_for(lambda: s.lookup([A]).reason == "")
+    assert s.poll() == 4
+    assert s.acknowledge()
+
+
 @pytest.mark.parametrize("cut", [1, 3, 4, 7, 30])
 def test_an_answer_cut_off_is_a_miss_within_the_deadline(attach, daemon, clock, wait_for, cut):
     """L38: after 1, 3 or 7 bytes, or after the header alone."""

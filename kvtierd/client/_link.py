@@ -243,8 +243,8 @@ class Link:
         """The pool of :attr:`attached` is mapped; ``again`` when this process had mapped it before.
 
         Only then may copies of older jobs still run, so only then is the fence of the attach to be
-        acknowledged; a first mapping starts clean. But where an earlier attach went unanswered, the daemon may
-        have counted this process in already, and waits for its word.
+        acknowledged; a first mapping starts clean. But where an earlier attach went unanswered, the daemon
+        may have counted this process in already, and waits for its word.
         """
         assert self.attached is not None
         again = again or self._attaches > 1

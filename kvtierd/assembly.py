@@ -115,7 +115,7 @@ def socket_rules(tier_file: TierFile, control: bool) -> dict[str, Any]:
             hello_timeout=engine.hello_timeout,
             frame_timeout=engine.frame_timeout,
         ),
-        "permissions": Permissions(access.mode_bits, access.group),
+        "permissions": Permissions(access.mode_bits(control=control), access.group),
         "allowed": Allowed(peers.uids, peers.gids, os.geteuid()),
     }
 

@@ -37,17 +37,21 @@ class Peers(Section):
 
 
 class Access(Section):
-    """Both Unix sockets: their mode and group, and who may connect to each."""
+    """The Unix sockets: their modes and group, and who may connect to each.
+
+    Whoever may use the control socket can take every engine's blocks away, so it is the daemon's own user's
+    unless ``control_mode`` says otherwise; the status can be read at the engines' socket, too.
+    """
 
     mode: Mode = "0660"
+    control_mode: Mode = "0600"
     group: str | Id | None = None
     engine: Peers = Peers()
     control: Peers = Peers()
 
-    @property
-    def mode_bits(self) -> int:
-        """The mode as a number."""
-        return int(self.mode, 8)
+    def mode_bits(self, *, control: bool) -> int:
+        """Return the mode of one of the sockets as a number."""
+        return int(self.control_mode if control else self.mode, 8)
 
 
 class Engine(Section):
@@ -74,10 +78,12 @@ class Engine(Section):
 
 def access_problems(access: Access) -> Iterator[Problem]:
     """Yield what is wrong between the values of the section."""
-    if access.mode_bits & 0o006:
-        for name, peers in (("engine", access.engine), ("control", access.control)):
-            if not peers.uids and not peers.gids:
-                yield ("access", name), f"must list uids or gids: mode {access.mode} lets everybody connect"
+    for name, mode, peers in (
+        ("engine", access.mode, access.engine),
+        ("control", access.control_mode, access.control),
+    ):
+        if int(mode, 8) & 0o006 and not peers.uids and not peers.gids:
+            yield ("access", name), f"must list uids or gids: mode {mode} lets everybody connect"
 
 
 def engine_problems(engine: Engine) -> Iterator[Problem]:

@@ -74,6 +74,7 @@ RESTART: Final[Mapping[str, str]] = {
     "log.format": "the log is opened at the start",
     "traces": "the exporter is made at the start",
     "access.mode": "the sockets are made with it",
+    "access.control_mode": "the sockets are made with it",
     "access.group": "the sockets are made with it",
 }
 """What needs a restart, and why."""

@@ -30,15 +30,35 @@ def reclaim(stack: Stack, wanting: PoolSpace) -> bool:
         while not (space is wanting or space.attached or _is_protected(stack, space, wanting)):
             gained = _give_up_one(stack, space)
             returned += gained
-            if not space.arena.extents and not len(space.blocks):
-                primary.ledger.note(Shaped(space.layout, ()))
-                del primary.spaces[namespace]
+            if _left(stack, namespace, space):
                 break
             if not gained or wanting.arena.can_grow():
                 break
         if wanting.arena.can_grow():
             break
     return returned > 0
+
+
+def forget_layout(stack: Stack, wanting: PoolSpace) -> bool:
+    """Take away the oldest layout that no engine uses, for another; whether there was one."""
+    for namespace, space in list(stack.primary.spaces.items()):
+        if space.attached or _is_protected(stack, space, wanting):
+            continue
+        while _give_up_one(stack, space):
+            pass
+        if _left(stack, namespace, space):
+            stack.primary.counters["layouts_forgotten"] += 1
+            return True
+    return False
+
+
+def _left(stack: Stack, namespace: str, space: PoolSpace) -> bool:
+    """Drop a layout that has nothing in the pool any more; whether that is so."""
+    if space.arena.extents or len(space.blocks):
+        return False
+    stack.primary.ledger.note(Shaped(space.layout, ()))
+    del stack.primary.spaces[namespace]
+    return True
 
 
 def _is_protected(stack: Stack, space: PoolSpace, wanting: PoolSpace) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from kvtierd.core.geometry import UNIT, Geometry
 from kvtierd.core.model import Layout
 from kvtierd.core.policies.lru import Lru
-from kvtierd.core.reclaim import reclaim
+from kvtierd.core.reclaim import forget_layout, reclaim
 from kvtierd.core.stack import Stack
 from kvtierd.core.tier import PoolSpace
+
+MAX_LAYOUTS = 1024
+"""Layouts with a share of the pool; beyond, the oldest that no engine uses goes."""
 
 
 class PoolExhausted(Exception):
@@ -41,6 +44,12 @@ def open_space(stack: Stack, namespace: str, layout: Layout) -> PoolSpace:
     if space is not None:
         return space
     space = make_space(stack, layout)
+    if len(primary.spaces) >= MAX_LAYOUTS and not forget_layout(stack, space):
+        primary.counters["layouts_refused"] += 1
+        raise PoolExhausted(
+            f"{len(primary.spaces)} layouts are in use, which is as many as there may be: an engine that"
+            " comes back with the same model and geometry needs no new one; stop engines of other layouts"
+        )
     if not space.arena.grow() and not (reclaim(stack, space) and space.arena.grow()):
         held = sum(len(other.sessions) for other in primary.spaces.values())
         if primary.spec.shares and primary.extents.free_units >= space.arena.slot_units:

@@ -16,10 +16,14 @@ from kvtierd.logs.events import event
 log = logging.getLogger(__name__)
 
 QUEUE = 64
+RECORDS = 1024
+"""Namespaces described in a daemon's life: an engine that attaches with ever new ones fills no disk."""
 
 
 class Describer:
     """At most ``QUEUE`` records wait, more are dropped. Its daemon thread lives while there is work.
+
+    ``left_out``: how often a namespace beyond :data:`RECORDS` was not described; its blocks need no record.
 
     ``ended`` is called in the loop's thread when nothing is left to be written.
     """
@@ -30,10 +34,17 @@ class Describer:
         self._tier, self._backend, self._loop, self._ended = tier, backend, loop, ended
         self._waiting: deque[tuple[str, Layout]] = deque()
         self._lock = threading.Lock()
+        self._described: set[str] = set()
+        self.left_out = 0
         self.busy = False
 
     def describe(self, namespace: str, layout: Layout) -> None:
         """Have a namespace described."""
+        if namespace not in self._described:
+            if len(self._described) >= RECORDS:
+                self.left_out += 1
+                return
+            self._described.add(namespace)
         with self._lock:
             if len(self._waiting) < QUEUE:
                 self._waiting.append((namespace, layout))

@@ -180,6 +180,7 @@ class Mover:
         return figures | {
             "oldest_seconds": self.oldest(),
             "scan": None if self._scan is None else self._scan.statistics(),
+            "undescribed": self._describer.left_out,
             "stalls": {
                 "now": len(self._readers.stuck) + len(self._writers.stuck),
                 "readers": len(self._readers.stuck),

@@ -60,7 +60,7 @@ def served(rig: DaemonRig, umask: int = 0o022) -> Iterator[subprocess.Popen[byte
 
 
 def test_status_answers_while_the_pool_is_made_and_engines_wait_until_it_is(make: Make) -> None:
-    """L106, L110, L111: control.sock tells the progress; engine.sock appears only when it answers, 0660."""
+    """L106, L110, L111: control.sock (0600) tells the state, engine.sock (0660) is there when it answers."""
     rig = make(slots=1)
     rig.edit(lambda body: body["pool"].update(bytes="512MiB", prefault_threads=1))
     rig.edit(lambda body: body.update(runtime_dir=str(rig.folder / "new" / "run")))
@@ -68,10 +68,13 @@ def test_status_answers_while_the_pool_is_made_and_engines_wait_until_it_is(make
     control, engine = folder / "control.sock", folder / "engine.sock"
     seen: set[str] = set()
     filled: list[int] = []
-    modes: set[int] = set()
+    modes: set[tuple[str, int]] = set()
+
+    def look() -> None:
+        modes.update((path.name, stat.S_IMODE(path.stat().st_mode)) for path in folder.glob("*.sock"))
 
     def ready() -> bool:
-        modes.update(stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.sock"))
+        look()
         before = engine.exists()
         try:
             status = Client(control).status()
@@ -88,11 +91,11 @@ def test_status_answers_while_the_pool_is_made_and_engines_wait_until_it_is(make
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(str(engine))
         assert process.poll() is None
-        modes.update(stat.S_IMODE(path.stat().st_mode) for path in (control, engine))
+        look()
     assert "starting" in seen
     assert filled == sorted(filled)
     assert len(set(filled)) > 2
-    assert modes == {0o660}
+    assert modes == {("engine.sock", 0o660), ("control.sock", 0o600), ("takeover.sock", 0o600)}
     assert process.returncode == 0
     assert not engine.exists()
     assert not control.exists()

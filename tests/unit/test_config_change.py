@@ -60,6 +60,7 @@ def test_limits_are_live_and_shown_as_they_are_written():
         ({"tiers": [{"name": "cpu", "type": "cpu"}]}, "tiers"),
         ({"tiers": [{"name": "cpu", "type": "cpu"}, {**DISK, "name": "other"}]}, "tiers"),
         ({"access": {"mode": "0600"}}, "access.mode"),
+        ({"access": {"control_mode": "0660"}}, "access.control_mode"),
         ({"log": {"format": "json"}}, "log.format"),
         ({"events": {"heartbeat": "1s"}}, "events.heartbeat"),
     ],

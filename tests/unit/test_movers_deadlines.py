@@ -11,6 +11,7 @@ import pytest
 
 from kvtierd.core.effects import Delete, Probe, Read, Write
 from kvtierd.core.stimuli import Probed, Status
+from kvtierd.edges import mover_describe
 from kvtierd.edges.backends.memory import MemoryBackend
 from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import LAYOUT, block, payload
@@ -322,3 +323,18 @@ async def test_a_stuck_description_takes_no_more_than_its_bound_and_does_not_han
     while bench.mover._describer.busy:
         await asyncio.to_thread(lambda: None)
     assert len(inner.told) <= 1
+
+
+@run
+async def test_no_more_namespaces_are_described_than_a_daemon_should_ever_meet(monkeypatch):
+    monkeypatch.setattr(mover_describe, "RECORDS", 2)
+    inner = Describing()
+    inner.go.set()
+    bench = MoverBench(inner=inner)
+    for name in ("a", "b", "c", "a", "d"):
+        bench.mover.describe(name, LAYOUT)
+    while bench.mover._describer.busy:
+        await asyncio.to_thread(lambda: None)
+    assert inner.told == ["a", "b", "a"]
+    assert bench.mover.statistics()["undescribed"] == 2
+    await bench.mover.close(1.0)

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from kvtierd.core import spaces
 from kvtierd.core.effects import Attached, Refused
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Group, KeyState, Layout
@@ -124,6 +125,35 @@ def test_a_detached_layout_gives_one_extent_at_a_time_and_no_block_without_its_d
     left = {1, 2, 3, 4, *range(10, 14)} - set(gone)
     assert len(left) >= 3
     assert all(n - 1 in left for n in left & {2, 3, 4}), "no child without its parent"
+
+
+def test_beyond_so_many_layouts_the_oldest_that_no_engine_uses_goes_and_without_one_an_attach_is_refused(
+    rigged, monkeypatch
+):
+    """An engine that attaches with ever new ones takes no more of the daemon than that."""
+    monkeypatch.setattr(spaces, "MAX_LAYOUTS", 3)
+    rig = rigged(64)
+    rig.store(1, 2)
+    rig.ask(Goodbye)
+
+    def attach(session):
+        layout = msgspec.structs.replace(wide(1), model=f"m{session}")
+        return rig.answers[rig.ask(Attach, session=session, layout=layout, engine_id="e9", process=b"p9")]
+
+    counters = rig.ladder.stack.primary.counters
+    for session in (51, 52):
+        assert isinstance(attach(session), Attached)
+    assert rig.story()[2:] == []
+    assert isinstance(attach(53), Attached)
+    assert rig.story()[2:] == [("removed", "cpu", 2), ("removed", "cpu", 1)]
+    assert (counters["layouts_forgotten"], counters["layouts_refused"]) == (1, 0)
+    refused = attach(54)
+    assert isinstance(refused, Refused)
+    assert "3 layouts are in use" in refused.message
+    rig.feed(SessionClosed(51))
+    assert isinstance(attach(54), Attached)
+    assert (counters["layouts_forgotten"], counters["layouts_refused"]) == (2, 1)
+    assert len(rig.ladder.stack.primary.spaces) == 3
 
 
 def test_a_slot_larger_than_the_pool_is_refused_with_the_setting_to_change(rigged):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvtierd import __version__, assembly, ending, takeover
+from kvtierd import __version__, assembly, ending, takeover, telling
 from kvtierd.config.schema import TierFile
 from kvtierd.core import effects, stimuli
 from kvtierd.core.guard import Guard
@@ -175,7 +175,7 @@ class Daemon:
             await openings.settle()
         ladder = assembly.make_ladder(config, pool, backends)
         if config.events.enabled:
-            await self._open_stream(ladder, fresh=openings.fresh and not kept.survived)
+            await telling.open_stream(self, ladder, fresh=openings.fresh and not kept.survived)
         self._movers = assembly.make_movers(config, pool, backends, self._loop, self.turn)
         self._liveness = Liveness(
             self._loop, lambda process: self.turn([stimuli.ProcessDied(process)]), kept.pipes
@@ -205,37 +205,15 @@ class Daemon:
             self._engine.path,
             extra=event("ready", socket=str(self._engine.path)),
         )
-        await self._begin_stream(restored)
         openings.follow(self._usable)
         self.reloader.follow()
+        await telling.begin_stream(self, restored)
         self._up.set()
 
     def handed_over(self) -> None:
         """End: another daemon serves now."""
         self._gone = True
         self._stop.set()
-
-    async def _open_stream(self, ladder: Ladder, *, fresh: bool) -> None:
-        """Open the stream's sockets; it begins to speak when engines are served."""
-        config, survived = self.tier_file, self._kept is not None and self._kept.survived
-        self._hub = await self._loop.run_in_executor(None, assembly.make_hub, config, fresh)
-        self._hub.open(self._loop)
-        self._merged = MergedStream(self._hub, config.events.relay, config.state_dir)
-        self._merged.open(self._loop)
-        self._announcer = assembly.make_announcer(
-            config, self._merged, ladder, self._loop, fresh=fresh, pool_survived=survived
-        )
-
-    async def _begin_stream(self, restored: Sequence[TierEvent]) -> None:
-        """Read what readers know, which may take seconds, and tell them what they do not."""
-        if self._hub is None or self._merged is None or self._announcer is None:
-            return
-        scanned = [self.tier_file.primary.name]
-        await self._loop.run_in_executor(None, self._merged.load)
-        await self._loop.run_in_executor(None, self._announcer.load, restored, scanned)
-        self._hub.begin()
-        self._announcer.start(self._loop)
-        self._merged.start()
 
     async def _go_on(self, kept: KeptPool, ladder: Ladder, liveness: Liveness) -> list[TierEvent]:
         """Begin with what an earlier daemon left in the pool; return the stores of that."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from kvtierd.core.model import Block, TierEvent
+from kvtierd.core.model import Block, BlockId, TierEvent
 from kvtierd.core.stimuli import Found
 from kvtierd.edges.journal import Journal
 from kvtierd.wire.announced import Announced, History, TierLabel, Told
@@ -23,6 +23,10 @@ REJOIN = 0.5
 """Seconds for readers to connect again before they are told the difference."""
 SLICE = 512
 """Events told in a row, where there are many (a pool that is gone): requests are answered between slices."""
+
+
+Known = Callable[[str, BlockId], Block | None]
+"""A tier's description of a block, if it has that block."""
 
 
 class Hub(Protocol):
@@ -71,14 +75,20 @@ class Announcer:
         self._early: list[tuple[Sequence[TierEvent], Iterable[str]]] | None = [] if early else None
         self._loaded = False
 
-    def load(self, restored: Sequence[TierEvent] = (), scanned: Iterable[str] = ()) -> None:
+    def load(
+        self,
+        restored: Sequence[TierEvent] = (),
+        scanned: Iterable[str] = (),
+        known: Known = lambda tier, block_id: None,
+    ) -> None:
         """Read the journal, and seed the hub with what readers know. May take seconds: any thread.
 
-        ``restored``: the stores of what survived in the tiers ``scanned``, all of it.
+        ``restored``: the stores of what survived in the tiers ``scanned``, all of it. ``known``: what a tier
+        has in memory already.
         """
         history = self._journal.load()
         if history is not None:
-            _share(history, restored)
+            _share(history, known)
         self._announced = Announced(self._tiers, history, pool_survived=self._pool_survived)
         self._journal.follow(self._announced)
         told = self._announced.begin()
@@ -185,12 +195,10 @@ class Announcer:
             self._hub.publish(told.events)
 
 
-def _share(history: History, restored: Sequence[TierEvent]) -> None:
-    """Have one description of each block that the journal and the pool say the same of."""
-    found = {event.block.id: event.block for event in restored}
+def _share(history: History, known: Known) -> None:
+    """Have one description of each block that the journal and a tier's index say the same of."""
     for label, blocks in history.entries.items():
-        if restored and label.name == restored[0].tier:
-            for block_id, block in blocks.items():
-                other = found.get(block_id)
-                if other is not None and other == block:
-                    blocks[block_id] = other
+        for block_id, block in blocks.items():
+            other = known(label.name, block_id)
+            if other is not None and other == block:
+                blocks[block_id] = other

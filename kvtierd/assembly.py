@@ -215,13 +215,14 @@ def _say_what_differs(layout: Layout, other: Layout) -> None:
     )
 
 
-def take_pool(tier_file: TierFile, owner: int, pool_id: str) -> KeptPool:
+def take_pool(tier_file: TierFile, owner: int, pool_id: str, *, recorded: bool) -> KeptPool:
     """Return the pool that another daemon hands over, pinned. May take seconds: call it off the loop.
 
     Raises:
         PoolError: it cannot be used.
     """
-    kept = KeptPool.take(tier_file.pool, tier_file.runtime_dir, Found(owner, pool_id))
+    found = Found(owner, pool_id)
+    kept = KeptPool.take(tier_file.pool, tier_file.runtime_dir, found, recorded=recorded)
     try:
         pinning.pin(kept.pool, tier_file.pool.pin)
     except BaseException:

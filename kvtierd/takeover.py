@@ -25,6 +25,7 @@ from kvtierd.core.ladder import Ladder
 from kvtierd.edges.connection import EngineConnection
 from kvtierd.edges.handover import NAME, READY_SECONDS, Inheritance, Peer, ask
 from kvtierd.edges.kept_pool import KeptPool
+from kvtierd.edges.systemd import Manager
 from kvtierd.edges.unix_socket import Permissions, inode_of, listen, remove_own
 from kvtierd.edges.watch import Watch
 from kvtierd.logs.events import event
@@ -119,6 +120,7 @@ class Takeover:
         for descriptor in descriptors:
             os.close(descriptor)
         log.info("handed over", extra=event("handed_over"))
+        self._daemon.life.hand_over(peer.who()[0])
         self._daemon.handed_over()
         return True
 
@@ -129,8 +131,9 @@ class Takeover:
         daemon, pool = self._daemon, self._daemon.tier_file.pool
         if not isinstance(asked, Ask):
             return "that is no request"
-        if peer.uid() not in (os.geteuid(), 0):
-            return f"user {peer.uid()} is another one"
+        _, uid = peer.who()
+        if uid not in (os.geteuid(), 0):
+            return f"user {uid} is another one"
         if reason := downgrade(asked):
             return reason
         if daemon.state != "ready":
@@ -161,7 +164,7 @@ class Takeover:
         assert kept is not None
         owner = kept.pool.owner()
         try:
-            await self._aside(lambda: peer.send(Offer(kept.pool.pool_id), [owner]))
+            await self._aside(lambda: peer.send(Offer(kept.pool.pool_id, kept.recorded), [owner]))
             for part in kept.copy(ladder):
                 await self._aside(functools.partial(peer.send, Part(part)))
             await self._aside(lambda: peer.send(Part(b"")))
@@ -224,6 +227,8 @@ class Takeover:
             live=live,
             connections=tuple(connection for connection, _ in connections),
             names=tuple(name for name, _ in named),
+            notify=daemon.life.manager.address,
+            watchdog=daemon.life.manager.period,
         )
         self._stop_listening()
         await _let_go(daemon)
@@ -271,19 +276,21 @@ async def _go_on(daemon: Daemon, handed: Handed, descriptors: Sequence[int], lad
     """Serve on after a takeover that failed, with what had been prepared for it."""
     kept = daemon._kept
     assert kept is not None
-    config, pool_id, owner = daemon.tier_file, kept.pool.pool_id, kept.pool.owner()
+    take = functools.partial(
+        assembly.take_pool, daemon.tier_file, kept.pool.owner(), kept.pool.pool_id, recorded=kept.recorded
+    )
     handed = msgspec.structs.replace(handed, table=kept.table(ladder), whole=True)
     kept.close(keep=True)
     daemon.watch.stop()
     daemon.watch = Watch(daemon.report.ages)
     try:
-        kept = await daemon._loop.run_in_executor(None, assembly.take_pool, config, owner, pool_id)
+        kept = await daemon._loop.run_in_executor(None, take)
         inheritance = Inheritance(None, handed, descriptors, kept)
         lock = inheritance.take("lock")
         assert lock is not None
         os.close(lock)
-        daemon._backends = assembly.make_backends(config)
-        daemon._trail = await daemon._loop.run_in_executor(None, assembly.make_trail, config)
+        daemon._backends = assembly.make_backends(daemon.tier_file)
+        daemon._trail = await daemon._loop.run_in_executor(None, assembly.make_trail, daemon.tier_file)
         await daemon._start(inheritance)
     except Exception as error:
         daemon._failure = error
@@ -311,7 +318,8 @@ def _accept(tier_file: TierFile, request: Ask) -> Inheritance:
     kept: KeptPool | None = None
     try:
         owner, offered.owner = offered.owner, -1
-        kept = assembly.take_pool(tier_file, owner, offered.pool_id)
+        offer = offered.offer
+        kept = assembly.take_pool(tier_file, owner, offer.pool_id, recorded=offer.recorded)
         kept.know(offered.table)
         offered.table = b""
         return offered.accept(kept)
@@ -332,6 +340,7 @@ async def serve_on(daemon: Daemon, inheritance: Inheritance) -> None:
     assert engine is not None
     assert control is not None
     await daemon._loop.run_in_executor(None, inheritance.confirm)
+    daemon.life.take_over(Manager(inheritance.handed.notify, inheritance.handed.watchdog))
     for connection in inheritance.handed.connections:
         descriptor = inheritance.take(f"connection {connection.number}")
         assert descriptor is not None

@@ -43,11 +43,11 @@ class Peer:
         self.descriptors: list[int] = []
         sock.setblocking(True)
 
-    def uid(self) -> int:
-        """Return the user of the other process."""
+    def who(self) -> tuple[int, int]:
+        """Return the other process and its user."""
         found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        uid: int = struct.unpack("3i", found)[1]
-        return uid
+        pid, uid, _ = struct.unpack("3i", found)
+        return pid, uid
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; descriptors go along with its first bytes.
@@ -114,8 +114,8 @@ class Offered:
     ``owner``: the pool's descriptor; who takes it sets it to -1.
     """
 
-    def __init__(self, peer: Peer, pool_id: str, owner: int, table: bytes) -> None:
-        self.pool_id = pool_id
+    def __init__(self, peer: Peer, offer: Offer, owner: int, table: bytes) -> None:
+        self.offer = offer
         self.owner = owner
         self.table = table
         self._peer = peer
@@ -215,7 +215,7 @@ def ask(runtime_dir: Path, request: Ask) -> Offered:
         peer.close()
         raise
     (owner,), peer.descriptors = peer.descriptors, []
-    return Offered(peer, answer.pool_id, owner, table)
+    return Offered(peer, answer, owner, table)
 
 
 def _parts(peer: Peer) -> Iterator[bytes]:

@@ -91,8 +91,10 @@ class KeptPool:
         return cls(pool, stem, state, recorded=named or systemd.store(STORE_NAME, pool.fd))
 
     @classmethod
-    def take(cls, settings: PoolSettings, runtime_dir: Path, found: Found) -> KeptPool:
+    def take(cls, settings: PoolSettings, runtime_dir: Path, found: Found, *, recorded: bool) -> KeptPool:
         """Map the pool of a daemon that hands over; :meth:`know` what is in it before it is restored.
+
+        ``recorded``: whether it survives that daemon, be it in the service manager's store.
 
         Raises:
             PoolError: it cannot be mapped.
@@ -100,7 +102,7 @@ class KeptPool:
         path = pool_path(settings, runtime_dir)
         pool = Pool.allocate(settings, runtime_dir, None, found)
         pool.record("kept", "yes", "taken over")
-        return cls(pool, path or runtime_dir / "pool", PoolState(), recorded=path is not None)
+        return cls(pool, path or runtime_dir / "pool", PoolState(), recorded=recorded)
 
     def know(self, table: bytes, *, whole: bool = True, live: Live | None = None) -> None:
         """Take in a generation of the slot table of a daemon that hands over.
@@ -201,7 +203,6 @@ class KeptPool:
             self._log = SlotLog(self._stem, self._header(), ladder)
             self._log.open()
         else:
-            remove_tables(self._stem)  # the service manager may know of this pool, but not of this process
             ladder.stack.primary.ledger.on = False
             ladder.take_changes()
         return {process for _, process in state.mapped}

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 _FIRST = 3
 
@@ -39,6 +40,13 @@ def store(name: str, descriptor: int) -> bool:
 def forget(name: str) -> bool:
     """Have it close what it keeps under a name; whether it was there to hear it."""
     return _notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+
+class Manager(NamedTuple):
+    """Where the manager listens (empty: nowhere), and how often its watchdog is fed (seconds, 0: never)."""
+
+    address: str
+    period: float
 
 
 class Life:
@@ -72,6 +80,21 @@ class Life:
     def stopping(self) -> None:
         """Say that it stops."""
         _notify("STOPPING=1\nSTATUS=stopping", wait=0.0)
+
+    @property
+    def manager(self) -> Manager:
+        """The manager that is told of this service."""
+        return Manager(os.environ.get("NOTIFY_SOCKET", ""), self._period)
+
+    def hand_over(self, pid: int) -> None:
+        """Say that another process is the service from now on; it has to be one of this unit's."""
+        _notify(f"MAINPID={pid}")
+
+    def take_over(self, manager: Manager) -> None:
+        """Go on in the place of a service that handed over, unless this process has a manager of its own."""
+        if manager.address and os.environ.get("NOTIFY_SOCKET", manager.address) == manager.address:
+            os.environ["NOTIFY_SOCKET"] = manager.address
+            self._period = manager.period
 
     def turned(self) -> None:
         """Feed the watchdog, if there is one and it is time to; to be called by what must not stand still."""

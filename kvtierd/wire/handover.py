@@ -36,9 +36,13 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """The pool, whose descriptor comes along; parts of its slot table follow."""
+    """The pool, whose descriptor comes along; parts of its slot table follow.
+
+    ``recorded``: whether a daemon that comes after the end of this one finds it.
+    """
 
     pool_id: str
+    recorded: bool
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
@@ -66,7 +70,7 @@ class Handed(msgspec.Struct, frozen=True, array_like=True, tag="handed"):
     """What the new daemon still needs. With it come descriptors: ``names`` says what each is, in order.
 
     ``table``: a generation of the slot table, from its first byte: what changed since that of the parts, or,
-    if ``whole``, all there is to know.
+    if ``whole``, all there is to know. ``notify``: the service manager's address; ``watchdog``: seconds.
     """
 
     format: int
@@ -76,6 +80,8 @@ class Handed(msgspec.Struct, frozen=True, array_like=True, tag="handed"):
     live: Live
     connections: tuple[HandedConnection, ...]
     names: tuple[str, ...]
+    notify: str = ""
+    watchdog: float = 0.0
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):

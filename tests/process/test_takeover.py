@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,44 @@ def test_a_killed_successor_starts_from_what_was_handed_over(make: Make) -> None
     wait_for(lambda: not rig.status()["events"]["journal"]["holding"], "the difference to be told")
     rig.catch_up(rig.router, rig.settle())
     rig.router.counts.pop("unknown_removals", None)  # after a kill the last moment is taken back twice
+
+
+def test_the_service_manager_follows_to_the_new_process(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit of Type=notify goes on: with its main process, its watchdog and the pool that it keeps."""
+    heard: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+
+        def listen() -> None:
+            while (data := manager.recv(4096)) != b"end":  # its queue is short, and a manager reads at once
+                heard.extend(data.decode().splitlines())
+
+        def said(what: str) -> bool:
+            return what in heard
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        rig = make(slots=16).start()
+        wait_for(lambda: said("READY=1") and said("WATCHDOG=1"), "the old daemon to be ready")
+        store(rig.attach(), chain(3))
+        monkeypatch.delenv("NOTIFY_SOCKET")
+        monkeypatch.delenv("WATCHDOG_USEC")
+        taken_over(rig)
+        pid = rig.status()["pid"]
+        wait_for(lambda: said(f"MAINPID={pid}"), "the new main process")
+        assert not said("STOPPING=1")
+        heard.clear()
+        wait_for(lambda: said("WATCHDOG=1"), "the watchdog to be fed by the new daemon")
+        assert "slot_table" in rig.status()["pool"], "the manager keeps the pool: it goes on being recorded"
+        assert rig.daemon.stop() == 0
+        assert said("STOPPING=1")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"end", str(tmp_path / "notify"))
+        listener.join(10)
 
 
 # -- when it does not happen ----------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def daemon(tmp_path, request):
 def heir(daemon):
     """Return a pool that knows nothing yet, of a daemon that takes over."""
     found = kept_pool.Found(daemon.kept.pool.owner(), daemon.kept.pool.pool_id)
-    return KeptPool.take(daemon.settings, daemon.settings.path.parent, found)
+    return KeptPool.take(daemon.settings, daemon.settings.path.parent, found, recorded=False)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -22,6 +22,10 @@ PUB_MAX_MESSAGE = 4096
 """Bytes; a PUB socket receives nothing but subscriptions."""
 
 
+HANDSHAKE = 5000
+"""Milliseconds that a stranger on a port has for ZeroMQ's greeting; its own default is half a minute."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutletPlan:
     """Where an audience (``label``) is served; exactly one of ``bind`` and ``connect``."""
@@ -126,6 +130,7 @@ class Outlet:
     def _attach(self, socket: zmq.Socket[bytes], key: str, endpoint: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, PUB_MAX_MESSAGE)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         if key == "replay":

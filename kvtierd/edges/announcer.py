@@ -196,9 +196,17 @@ class Announcer:
 
 
 def _share(history: History, known: Known) -> None:
-    """Have one description of each block that the journal and a tier's index say the same of."""
+    """Have one description of each block that the journal and a tier's index say the same of.
+
+    A doubt is about the very entry: where that one changes, so does the doubt.
+    """
+    recent = {id(block) for _, block in history.doubts}  # they live on with the list
+    changed: dict[int, Block] = {}
     for label, blocks in history.entries.items():
         for block_id, block in blocks.items():
             other = known(label.name, block_id)
             if other is not None and other == block:
                 blocks[block_id] = other
+                if id(block) in recent:
+                    changed[id(block)] = other
+    history.doubts = [(label, changed.get(id(block), block)) for label, block in history.doubts]

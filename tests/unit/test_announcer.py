@@ -31,12 +31,12 @@ A, B = block(1), block(2)
 class Life:
     """One run; ``heard`` is what the hub was given, in order, with the journal's size at that moment."""
 
-    def __init__(self, folder, *, fresh=True):
+    def __init__(self, folder, *, fresh=True, known=lambda tier, block_id: None):
         self.folder = folder
         self.heard = []
         self.journal = Journal(folder, clock=lambda: 1.0, boot="b")
         self.announcer = Announcer(self, self.journal, [CPU, DISK], fresh=fresh)
-        self.announcer.load()
+        self.announcer.load(known=known)
 
     def seed(self, events):
         self.heard += [("seed", e) for e in events]
@@ -143,3 +143,53 @@ def test_a_scans_descriptions_are_those_in_memory(tmp_path):
     found = life.announcer.known(Found("disk", [FoundBlock(block(1), 4096), FoundBlock(B, 4096)]))
     assert [item.block is known for item in found.blocks] == [True, False]
     assert found.blocks[1].block is B
+
+
+def test_what_is_in_memory_already_is_one_description_and_doubts_stay_doubts(tmp_path):
+    """After a crash the last moment is taken back, and told again: no reader may be left without it."""
+    Life(tmp_path).announcer.publish([event("STORED", DISK, A), event("STORED", DISK, B)])
+    indexed = {A.id: block(1), B.id: block(2)}
+    life = Life(tmp_path, known=lambda tier, block_id: indexed[block_id])
+    assert [e.block is indexed[e.block.id] for verb, e in life.heard] == [True, True]
+    life.announcer.publish([event("STORED", DISK, made) for made in indexed.values()], scanned=["disk"])
+    life.announcer.release()
+    told = [e.kind.value for verb, e in life.heard if verb == "publish"]
+    assert told == ["removed", "removed"]
+    life.announcer.release()
+    assert [e.kind.value for verb, e in life.heard if verb == "publish"] == ["removed"] * 2 + ["stored"] * 2
+
+
+def test_what_turns_publish_before_the_start_is_told_after_it(tmp_path):
+    """Engines are served while the journal is read."""
+    Life(tmp_path).announcer.publish([event("STORED", DISK, A)])
+
+    async def main():
+        life = Life(tmp_path)
+        announcer = announcers.Announcer(
+            life, Journal(tmp_path, clock=lambda: 9.0, boot="b"), [DISK], early=True
+        )
+        life.journal.close(flushed=True)
+        life.heard.clear()
+        announcer.publish([event("STORED", DISK, A)], ["disk"])
+        announcer.publish([event("STORED", DISK, B)])
+        announcer.load()
+        assert [verb for verb, _ in life.heard] == ["seed"]
+        assert announcer.statistics()["holding"]
+        announcer.start(asyncio.get_running_loop())
+        assert announcer.statistics()["confirmed"] == 1
+        life.journal = announcer._journal
+        announcer.finish()
+        assert life.heard[1:] == [("publish", event("STORED", DISK, B))]
+        announcer.close(True)
+
+    asyncio.run(main())
+
+
+def test_an_end_before_the_start_leaves_the_journal_as_it_is(tmp_path):
+    Life(tmp_path).announcer.publish([event("STORED", DISK, A)])
+    before = [path.read_bytes() for path in tmp_path.iterdir()]
+    announcer = Announcer(None, Journal(tmp_path), [DISK], early=True)
+    announcer.publish([event("STORED", DISK, B)])
+    announcer.finish()
+    announcer.close(True)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == before

@@ -158,7 +158,7 @@ def test_a_taken_port_is_told_in_one_way_whoever_wants_it():
         context = zmq.Context()
         try:
             with pytest.raises(CannotBind) as events:
-                outlet.open(context, loop, lambda _: iter(()))
+                outlet.open(context, loop)
         finally:
             context.destroy(linger=0)
             loop.close()

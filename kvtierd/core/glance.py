@@ -6,11 +6,14 @@ It is what engines ask most, so it takes no line of Python for each key; 128 key
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtierd.core.effects import LookedUp
-from kvtierd.core.model import KeyState
+from kvtierd.core.model import BlockKey, KeyState
 from kvtierd.core.residency import State
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Lookup
+from kvtierd.core.tier import PoolSpace
 
 HIT = bytes((KeyState.HIT,))
 RESIDENT = State.RESIDENT
@@ -20,18 +23,21 @@ def glance(stack: Stack, namespace: str, request: Lookup) -> LookedUp | None:
     """Return the answer to such a lookup, ``None`` for any other; it changes nothing but counters."""
     if request.lease is not None or request.touch or request.scope is not None:
         return None
-    primary, keys = stack.primary, request.keys
-    space = primary.spaces[namespace]
-    if space.unread and not space.unread.isdisjoint(keys):
-        return None
-    try:
-        states = [node.state for node in map(space.index.get, keys)]  # type: ignore[union-attr]
-    except AttributeError:  # one is not there
-        return None
-    count = len(states)
-    if states.count(RESIDENT) != count:
+    primary, count = stack.primary, len(request.keys)
+    if not all_resident(primary.spaces[namespace], request.keys):
         return None
     counters = primary.counters
     counters["lookup_blocks"] += count
     counters["lookup_hits"] += count
     return LookedUp(id=request.id, found=HIT * count, prefix=count)
+
+
+def all_resident(space: PoolSpace, keys: Sequence[BlockKey]) -> bool:
+    """Whether everybody can see all of these in the pool, and none came up without being counted yet."""
+    if space.unread and not space.unread.isdisjoint(keys):
+        return False
+    try:
+        states = [node.state for node in map(space.index.get, keys)]  # type: ignore[union-attr]
+    except AttributeError:  # one is not there
+        return False
+    return states.count(RESIDENT) == len(states)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
+from kvtierd.core.glance import all_resident
 from kvtierd.core.model import BlockId, BlockKey, KeyState, Scope, block_ids, group_of
 from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion, Readable
@@ -71,7 +72,10 @@ class Loads:
         scope = self._sources(request.scope)
         below = self.promotion.readable(session.namespace, scope)
         fresh: list[Node] = []
-        states = self._states(space, request.keys, below, fresh)
+        if all_resident(space, request.keys):
+            states = [HIT] * len(ids)
+        else:
+            states = self._states(space, request.keys, below, fresh)
         if request.touch:
             self._stack.touch(session.namespace, request.keys)
         if request.promote and self.probing:

@@ -95,6 +95,7 @@ def _told(trials, kind, chunk):
     events = Events(trials.rig.daemon.endpoint)
     client = Client(trials.rig.daemon.socket, deadline=10.0)
     try:
+        wait_for(lambda: bool(events.batches), "a heartbeat: from now on nothing is missed")
         session = client.attach(layout, engine_id=f"{kind}-{chunk}")
         job = session.prepare_store(keys, meta=[chain.meta(key) for key in keys])
         assert len(job.commit()) == len(keys) == BLOCKS // chunk
@@ -115,5 +116,5 @@ def _told(trials, kind, chunk):
 
 
 def _heard(events, medium):
-    wait_for(lambda: len(by_block(events.all(), medium)) == BLOCKS, f"the events of {medium}")
+    wait_for(lambda: len(by_block(events.all(), medium)) == BLOCKS, f"the events of {medium}", timeout=30)
     return _fields(by_block(events.all(), medium))

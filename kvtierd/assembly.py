@@ -99,6 +99,7 @@ def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]
         lease_ttl=tier_file.engine.lease_ttl,
         max_leases=tier_file.engine.max_leases,
         tenants=[tenant.name for tenant in tenants],
+        presence=pool.presence,
     )
 
 

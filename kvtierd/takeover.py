@@ -208,6 +208,7 @@ class Takeover:
         listeners = {"engine.sock": engine.freeze(), "control.sock": control.freeze()}
         daemon.turn([stimuli.Stop(keep_pool=True)])  # answers loads that wait
         daemon._ladder = None
+        kept.pool.presence.retire()  # the connections that go on still look there
         connections = [both for c in engine.connections.values() if (both := c.hand_over()) is not None]
         numbers = {connection.number for connection, _ in connections}
         live = handover.live(ladder, daemon._loop.time())

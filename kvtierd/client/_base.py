@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from zlib import crc32
 
 from kvtierd import __version__
 from kvtierd.client._channel import Channel
@@ -13,7 +14,7 @@ from kvtierd.client._link import PASSING, Link
 from kvtierd.client._mapping import Region, process_token
 from kvtierd.core.effects import Attached
 from kvtierd.core.geometry import UNIT, Geometry
-from kvtierd.core.model import Layout
+from kvtierd.core.model import BlockKey, Layout
 from kvtierd.core.stimuli import Attach, Role
 from kvtierd.errors import LocalProtocolError, RequestRefused, Unavailable
 
@@ -87,6 +88,18 @@ class SessionBase:
     def rank_offsets(self) -> tuple[tuple[int, ...], ...]:
         """For each group and rank, where the rank's part starts in a slot, in bytes."""
         return self._geometry.rank_offsets if self.attached is None else self.attached.rank_offsets
+
+    def may_hold(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether any of the blocks may be in some tier; a system call or a wait is never made for it.
+
+        ``False`` is sure, as of now; ``True`` means that one has to ask (also where one cannot know). What a
+        shared tier has of others and this daemon has not found yet does not count.
+        """
+        cells = self._channel.presence
+        if cells is None:
+            return True
+        mask = len(cells) - 1
+        return any([cells[crc32(key) & mask] for key in keys])  # noqa: C419 - twice as fast
 
     def slot(self, number: int, pool_id: str | None = None) -> memoryview:
         """Return one slot (``slot_bytes`` long) of the pool by its unit number.

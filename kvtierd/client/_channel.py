@@ -9,7 +9,7 @@ import socket
 import struct
 
 from kvtierd.client._link import Link, Phase
-from kvtierd.client._mapping import Region, adopt
+from kvtierd.client._mapping import Region, adopt, look
 from kvtierd.core.effects import Attached, Reply
 from kvtierd.errors import RemoteProtocolError, RequestRefused
 
@@ -32,6 +32,8 @@ class Channel:
     def __init__(self, path: str, link: Link) -> None:
         self.link = link
         self.region: Region | None = None
+        self.presence: memoryview | None = None
+        """The daemon's cells (:mod:`kvtierd.core.presence`), as long as the connection stands."""
         self.sock: socket.socket | None = None
         self._path = path
         self._patience = 0.0
@@ -121,6 +123,7 @@ class Channel:
     def _adopt(self, attached: Attached, descriptors: list[int]) -> tuple[Region, bool]:
         """Map the pool; a process that may not is refused for good by itself, and hears why."""
         try:
+            self.presence = look(attached, descriptors)
             return adopt(attached, descriptors)
         except RemoteProtocolError as error:
             self.link.refused = RequestRefused("cannot_map", str(error))
@@ -145,6 +148,7 @@ class Channel:
     def drop(self) -> None:
         """Close the socket. The mapping and the liveness descriptor stay: copies may still run."""
         self.link.close()
+        self.presence = None
         for descriptor in self._descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -62,6 +62,24 @@ def process_token() -> bytes:
     return _token[1]
 
 
+def look(attached: Attached, descriptors: list[int]) -> memoryview | None:
+    """Map the cells that came with an attach and take their descriptor out of the list.
+
+    ``None`` where they did not come or cannot be mapped: then one has to ask.
+    """
+    size = attached.presence_bytes
+    if not size or len(descriptors) != 3:
+        return None
+    descriptor = descriptors.pop()
+    try:
+        whole = size & (size - 1) == 0
+        return memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)) if whole else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def adopt(attached: Attached, descriptors: Sequence[int]) -> tuple[Region, bool]:
     """Map the pool that came with an attach; returns it and whether this process had mapped it before.
 

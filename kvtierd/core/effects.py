@@ -49,6 +49,7 @@ class Refused(Reply, frozen=True, kw_only=True, tag="error"):
 class Attached(Reply, frozen=True, kw_only=True, tag="attached"):
     """Two descriptors travel with this frame: the pool's mapping and the liveness pipe's write end.
 
+    With ``presence_bytes`` (only where the feature is on) a third: the cells of :mod:`kvtierd.core.presence`.
     All sizes in bytes. ``rank_offsets[g][r]`` is where rank r's part of a block of group g starts in a slot.
     """
 
@@ -62,6 +63,7 @@ class Attached(Reply, frozen=True, kw_only=True, tag="attached"):
     rank_offsets: tuple[tuple[int, ...], ...]
     fence: int
     tiers: tuple[str, ...]
+    presence_bytes: int = 0
 
 
 _STATES = (*KeyState, *(KeyState.MISS,) * (256 - len(KeyState)))

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
+from zlib import crc32
 
 from kvtierd.core.holdings import Holdings
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Departure
+from kvtierd.core.presence import FULL
 from kvtierd.core.residency import Link, Node, ResidentSet, State
 from kvtierd.core.sessions import Job, Lease
 from kvtierd.core.statistics import visible_blocks
@@ -28,6 +30,7 @@ def validate(ladder: Ladder) -> None:
     _check_units(ladder)
     _check_holdings(ladder)
     _check_counters(ladder)
+    _check_presence(ladder)
     pins = _expected_pins(ladder)
     for space in ladder.stack.primary.spaces.values():
         _check_set(space.blocks)
@@ -69,6 +72,23 @@ def _check_counters(ladder: Ladder) -> None:
             for node in (secondary.blocks if secondary else stack.primary.nodes())
         )
         _require(told == seen, f"tier {name}: {told} blocks told of, {seen} visible")
+
+
+def _check_presence(ladder: Ladder) -> None:
+    """A cell counts the blocks that fall into it, in all tiers and states; what is nowhere has a zero."""
+    presence = ladder.stack.presence
+    if presence is None:
+        return
+    mask = len(presence.cells) - 1
+    nodes = [*ladder.stack.primary.nodes()]
+    for tier in ladder.stack.secondaries:
+        nodes += tier.blocks
+    counts = Counter(crc32(node.block.id.key) & mask for node in nodes)
+    for cell, count in counts.items():
+        told = presence.cells[cell]
+        _require(told in (FULL, count), f"cell {cell} counts {told} blocks, there are {count}")
+    told = len(presence.cells) - bytes(presence.cells).count(0)
+    _require(told == len(counts) or FULL in presence.cells, f"{told} cells count blocks, not {len(counts)}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -22,6 +22,7 @@ from kvtierd.core.ledger import Change, Counters
 from kvtierd.core.loads import Loads
 from kvtierd.core.model import GROUP_BYTES, BlockKey, Departure, TierEvent, block_ids
 from kvtierd.core.operator import Operator
+from kvtierd.core.presence import Presence
 from kvtierd.core.refusal import Refusal, check_meta, check_tiers
 from kvtierd.core.resets import Resets
 from kvtierd.core.residency import leaf_first
@@ -59,9 +60,10 @@ class Ladder:
         lease_ttl: float = 60.0,
         max_leases: int = 16384,
         tenants: Sequence[str] = (),
+        presence: Presence | None = None,
     ) -> None:
         self.pool_bytes = pool_bytes
-        self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries, tenants)
+        self.stack = Stack(pool_id, pool_bytes // UNIT, primary, secondaries, tenants, presence)
         self.sessions = Sessions(ledger=self.stack.primary.ledger)
         self.custody = Custody(self.stack, self.sessions)
         self.upkeep = Upkeep(self.stack)

@@ -17,6 +17,7 @@ import msgspec
 
 from kvtierd.core.model import Block, BlockId, BlockKey, group_of, hash_of
 from kvtierd.core.policies.base import Policy
+from kvtierd.core.presence import Presence
 from kvtierd.core.tenants import Account
 
 Link = int | bytes | tuple[int, int | bytes]
@@ -127,6 +128,8 @@ class ResidentSet:
         """Leaves taken from the policy because ``spare`` said so; entries can be stale."""
         self.spare: Callable[[BlockId], bool] | None = None
         """Whether a block should rather stay, as one whose copy to another tier is still to be made."""
+        self.presence: Presence | None = None
+        """Is told of each block that comes or goes, in any state."""
         self._families: dict[str, Family] = {}
         """By namespace, so that a request's keys are found as they come off the wire."""
 
@@ -188,6 +191,8 @@ class ResidentSet:
         key = node.block.key
         if family.nodes.setdefault(key, node) is not node:
             raise KeyError(key)
+        if self.presence is not None:
+            self.presence.add(key)
         node.link, parent = links_of(node.block)
         family.own(node.link, node)
         if parent is not None:
@@ -213,6 +218,8 @@ class ResidentSet:
         block = node.block
         family = self._families[block.common.namespace]
         del family.nodes[block.key]
+        if self.presence is not None:
+            self.presence.remove(block.key)
         node.gone = True
         if node.place >= 0:
             self._policy.withdraw(node)

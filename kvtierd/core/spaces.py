@@ -27,6 +27,7 @@ def make_space(stack: Stack, layout: Layout) -> PoolSpace:
     space = PoolSpace(layout, Geometry.of(layout), primary.extents, policy, account)
     if primary.spec.shares:
         space.arena.room = lambda: primary.units_for(account)
+    space.blocks.presence = stack.presence
     secondaries = stack.secondaries
     if secondaries:
         space.blocks.spare = lambda block_id: any(block_id in tier.wanted for tier in secondaries)

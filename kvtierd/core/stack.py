@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
 from kvtierd.core.model import BlockId, BlockKey, Departure
+from kvtierd.core.presence import Presence
 from kvtierd.core.reclaim import reclaim
 from kvtierd.core.residency import Node, State, leaf_first
 from kvtierd.core.tenants import Tenants
@@ -48,12 +49,16 @@ class Stack:
         primary: TierSpec,
         secondaries: Sequence[TierSpec],
         tenants: Sequence[str] = (),
+        presence: Presence | None = None,
     ) -> None:
         self.pool_id = pool_id
         self.tenants = Tenants(tenants)
         self.primary = PrimaryTier(primary, pool_units, self.tenants)
         self.secondaries = [SecondaryTier(spec, self.tenants) for spec in secondaries]
         self.by_name = {tier.name: tier for tier in self.secondaries}
+        self.presence = presence
+        for tier in self.secondaries:
+            tier.blocks.presence = presence
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
         self.now = 0.0

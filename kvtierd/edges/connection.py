@@ -21,6 +21,7 @@ from kvtierd.errors import RemoteProtocolError
 from kvtierd.logs.events import event
 from kvtierd.wire.handover import HandedConnection
 from kvtierd.wire.messages import (
+    PRESENCE,
     Order,
     StatusReport,
     StatusRequest,
@@ -336,11 +337,16 @@ class EngineConnection(asyncio.Protocol):
         self._account()
 
     def _send_attached(self, reply: Attached) -> None:
-        """Send the frame with the pool's descriptor and a liveness descriptor in one message."""
-        frame = self._wire.send(reply)
-        transport, raw, liveness = self._transport, self._raw, self._server.liveness
+        """Send the frame and its descriptors (pool, liveness, perhaps presence) in one message."""
+        liveness, presence = self._server.liveness, self._server.presence
         assert liveness is not None
         assert self._server.pool_fd is not None
+        more = []
+        if presence is not None and PRESENCE in self._wire.features:
+            more = [presence.fd]
+            reply = msgspec.structs.replace(reply, presence_bytes=len(presence.cells))
+        frame = self._wire.send(reply)
+        transport, raw = self._transport, self._raw
         self.attached = True
         if transport is None or raw is None or transport.is_closing():
             liveness.not_handed_out(self._process)
@@ -357,7 +363,7 @@ class EngineConnection(asyncio.Protocol):
         pipe = -1
         try:
             pipe = liveness.hand_out(self._process, raw)
-            sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe])
+            sent = socket.send_fds(raw, [frame], [self._server.pool_fd, pipe, *more])
         except OSError as error:
             log.warning(
                 "connection %d: the pool could not be handed over: %s",

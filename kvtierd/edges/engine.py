@@ -24,6 +24,7 @@ from kvtierd.core.stimuli import Asked, Request, SessionClosed
 from kvtierd.edges.connection import EngineConnection
 from kvtierd.edges.liveness import Liveness
 from kvtierd.edges.peers import Allowed
+from kvtierd.edges.presence import SharedPresence
 from kvtierd.edges.request_figures import RequestFigures
 from kvtierd.edges.unix_socket import Permissions, inode_of, listen, remove_own
 from kvtierd.logs.events import event
@@ -68,10 +69,10 @@ class EngineServer:
 
     ``turn`` runs requests through the daemon; ``glance`` answers those that need no turn (``None``: it does);
     ``status`` makes the body of a status report. ``pool_fd`` is ``None`` on the control socket, where nobody
-    can attach. ``survey`` begins a survey of the tier named, or says why not; only the control socket has it,
-    since it shows every tenant's blocks. ``orders``: what else only the control socket answers, by the
-    request's type; each gets the connection's number and the request, and returns ``None`` where its answer
-    is delivered later.
+    can attach; ``presence`` goes to clients that ask for it. ``survey`` begins a survey of the tier named, or
+    says why not; only the control socket has it, since it shows every tenant's blocks. ``orders``: what else
+    only the control socket answers, by the request's type; each gets the connection's number and the request,
+    and returns ``None`` where its answer is delivered later.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class EngineServer:
         orders: Orders | None = None,
         liveness: Liveness | None = None,
         pool_fd: int | None = None,
+        presence: SharedPresence | None = None,
         limits: Limits,
         permissions: Permissions,
         allowed: Allowed,
@@ -99,6 +101,7 @@ class EngineServer:
         self.orders = orders or {}
         self.liveness = liveness
         self.pool_fd = pool_fd
+        self.presence = presence
         self.limits = limits
         self.permissions = permissions
         self.allowed = allowed

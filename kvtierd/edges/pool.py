@@ -25,6 +25,7 @@ from kvtierd.core.geometry import UNIT
 from kvtierd.edges import backing as files
 from kvtierd.edges.libc import MADV_DONTDUMP, MADV_POPULATE_WRITE, Libc, MemoryCalls
 from kvtierd.edges.memory_limits import filesystem_room, huge_page_room, memory_rooms, require_room
+from kvtierd.edges.presence import SharedPresence
 from kvtierd.errors import PoolError
 
 PREFAULT_CHUNK = 64 << 20
@@ -71,6 +72,7 @@ class Pool:
         achieved: for status: ``{what: {"state": ..., "reason": ...}}`` of backing, huge_pages, lock, prefault
             and pin; ``reason`` only where there is one.
         prefaulted_bytes: how far :meth:`prefault` is.
+        presence: what engines can see of the tiers' content without asking.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Pool:
         self._progress = threading.Lock()
         self._prefaulting = threading.Lock()
         self._at_close: list[Callable[[], None]] = []
+        self.presence = SharedPresence(size)
         self._closed = False
 
     @classmethod
@@ -221,6 +224,7 @@ class Pool:
                 self._at_close.pop()()
             if self._path is not None and not keep:
                 files.remove_file(self._path, self._owner)
+            self.presence.close()
             self._memory.release()
             with contextlib.suppress(BufferError):
                 self._map.close()

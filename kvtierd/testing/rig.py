@@ -27,6 +27,7 @@ from kvtierd.core.model import (
     block_key,
     event_hash,
 )
+from kvtierd.core.presence import Presence
 from kvtierd.core.stimuli import Finished, FoundBlock, Outcome, Probed, Status
 from kvtierd.core.tier import TierSpec
 
@@ -75,6 +76,7 @@ class LadderRig:
             pool_bytes=slots * UNIT,
             primary=primary or TierSpec(name="cpu", medium=Medium.CPU),
             secondaries=secondaries,
+            presence=Presence(bytearray(1 << 10)),
             **options,
         )
         self.layout = layout

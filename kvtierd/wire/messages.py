@@ -20,7 +20,9 @@ from kvtierd.core.stimuli import Request
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 MAX_FRAME_BYTES = 16 << 20
-FEATURES: tuple[str, ...] = ()
+PRESENCE = "presence"
+FEATURES: tuple[str, ...] = (PRESENCE,)
+"""``presence``: an attach brings a third descriptor, the cells of :mod:`kvtierd.core.presence`."""
 
 
 Level = Literal["debug", "info", "warning", "error"]

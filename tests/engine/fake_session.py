@@ -43,12 +43,17 @@ class FakeSession:
         self.refuse = None
         self.broken = None
         self.sources = {}
+        self.shows_absence = False
         self._stride, self._next = stride, 0
 
     def count(self, verb):
         self.calls[verb] += 1
         if self.broken is not None:
             raise self.broken
+
+    def may_hold(self, keys):
+        """As a daemon that shows what it has (or one that shows nothing)."""
+        return not self.shows_absence or any(key in self.states for key in keys)
 
     def place(self, key):
         if key not in self.slots:

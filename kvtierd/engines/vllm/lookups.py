@@ -1,8 +1,10 @@
 # mypy: disable-error-code="import-not-found,import-untyped"
 """Answers to vLLM's lookups: one question per request, at most one wait per engine step, else dict look-ups.
 
-A request's whole chain is asked for when it arrives, without waiting; the first lookup of a step waits once
-for everything that is still unanswered. While a request waits for a promotion the engine steps as fast as it
+What the daemon shows to have nowhere (:meth:`Session.may_hold`) is a miss at once. Of a request that may have
+a hit the whole chain is asked for when it arrives, without waiting; the first lookup of a step waits once for
+everything that is still unanswered. A request that can have none waits for nothing: the daemon is told of it
+in the next step, for its figures. While a request waits for a promotion the engine steps as fast as it
 can and asks for every key again in every step: its keys are answered from what is known, and the daemon is
 asked again now and then, again without waiting. A hit is held by a lease; when that has run half its time the
 next lookup asks anew. Blocks that are not in the pool by the promotion deadline are misses from then on.
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -91,6 +94,8 @@ class Lookups:
         self._pipeline: Any = None
         self._open: dict[str, _Open] = {}
         self._asking: dict[int, _Open] = {}
+        self._untold: deque[tuple[int, _Open]] = deque()
+        self._may_hold: Callable[[Iterable[Any]], bool] = lambda keys: True
         self._waited_turn = -1
         self.turn = 0
         self.given_up = 0
@@ -99,6 +104,7 @@ class Lookups:
     def bind(self, pipeline: Any) -> None:
         """Use this pipeline (:class:`kvtierd.client.pipeline.Pipeline`)."""
         self._pipeline = pipeline
+        self._may_hold = pipeline.session.may_hold
 
     def begin(self, request: str, chain: Chain, wish: RequestScope, *, reads: bool = True) -> None:
         """A request arrived: ask for its chain and mark it as used, without waiting.
@@ -108,19 +114,33 @@ class Lookups:
         """
         leased = reads and len(self._open) < MOST_LEASED
         self._open[request] = opened = _Open(chain, wish, leased)
-        self._ask(opened)
-        self._pipeline.flush()
+        opened.keys = chain.all(wish.max_tokens)
+        if wish.scope is not None or self._may_hold(opened.keys):  # a scope may be wrong, the caller is told
+            self._ask(opened)
+            self._pipeline.flush()
+        elif opened.keys:
+            self._untold.append((self.turn, opened))
 
     def find(self, request: str, key: bytes) -> Any:
         """Return vLLM's ``LookupResult`` for one key of a request."""
         opened = self._open.get(request)
         if opened is None:
             return MISS
+        if opened.wish.scope is None and key not in opened.results and not self._may_hold((key,)):
+            return MISS  # nobody has it: no reason to wait for what was asked
         if opened.turn != self.turn:
             opened.turn = self.turn
             self._refresh(opened)
         result = opened.results.get(key)
         return result if result is not None else self._find_out(opened, key)
+
+    def tell(self) -> None:
+        """Queue what the daemon need not answer: the lookups of earlier steps that could have no hit."""
+        while self._untold and self._untold[0][0] < self.turn - 1:
+            opened = self._untold.popleft()[1]
+            if not opened.asked:
+                ask = partial(self._pipeline.lookup, opened.keys, everywhere=True)
+                self._guard.call("lookup", ask, None)
 
     def source(self, request: str, key: bytes) -> str:
         """Return the tier that a key had to come from for this request; "" where it was in the pool."""

@@ -135,6 +135,7 @@ class KvtierdManager(OffloadingManager):
             self._guard.call("poll", self._poll, None)
 
     def _poll(self) -> None:
+        self._lookups.tell()
         self._jobs.ask()
         self._pipeline.poll()
         # Note what the daemon revoked; speak for this process only where no worker does it.

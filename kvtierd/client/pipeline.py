@@ -145,6 +145,12 @@ class Pipeline:
         self._line.poll()
         self._settle()
 
+    def notices(self) -> int | None:
+        """As :meth:`poll` and :meth:`Session.poll` in one: returns the fence to be acknowledged, if any."""
+        fence = self.session.poll()
+        self._settle()
+        return fence
+
     def wait(self, calls: Iterable[Call[Any]], seconds: float | None = None) -> bool:
         """Wait for the answers to all ``calls`` at once, at most the session's deadline; False when too late.
 

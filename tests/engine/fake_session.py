@@ -118,6 +118,10 @@ class FakePipeline:
                 call.arrive()
             self._calls.clear()
 
+    def notices(self):
+        self.poll()
+        return self.session.poll()
+
     def wait(self, calls, seconds=None):
         late = [call for call in calls if not call.done]
         if late:

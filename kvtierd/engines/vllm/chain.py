@@ -29,6 +29,7 @@ class Chain:
         self._keys: dict[bytes, list[BlockKey]] = {suffix: [] for suffix in self._shapes}
         self._place: dict[bytes, int] = {}
         self._hashes_seen = 0
+        self._tells_numbers: bool | None = None
 
     def all(self, cap: int | None = None) -> list[BlockKey]:
         """All keys of all groups, each group root first. The daemon's key is vLLM's ``OffloadKey``."""
@@ -75,8 +76,8 @@ class Chain:
         end = start + shape.blocks_per_chunk * shape.tokens_per_block
         lora = self._request.lora_request
         return BlockMeta(
-            hashes=tuple(maybe_convert_block_hash(hashes[i]) for i in ends),
-            parent=maybe_convert_block_hash(hashes[first_hash - 1]) if first_hash else None,
+            hashes=tuple([self._told(hashes[i]) for i in ends]),
+            parent=self._told(hashes[first_hash - 1]) if first_hash else None,
             token_ids=tuple(self._request.all_token_ids[start:end]),
             block_size=shape.tokens_per_block,
             lora_id=lora.adapter_id if lora else None,
@@ -85,6 +86,12 @@ class Chain:
             spec_kind=shape.spec_kind,
             sliding_window=shape.sliding_window,
         )
+
+    def _told(self, block_hash: bytes) -> int | bytes:
+        """Convert a hash as vLLM's ``maybe_convert_block_hash`` does, which reads the environment again."""
+        if self._tells_numbers is None:
+            self._tells_numbers = isinstance(maybe_convert_block_hash(block_hash), int)
+        return int.from_bytes(block_hash[-8:], "big") if self._tells_numbers else block_hash
 
     def _extra_keys(self, start: int, end: int, step: int) -> tuple[tuple[object, ...] | None, ...] | None:
         if not self._has_extra_keys(start):

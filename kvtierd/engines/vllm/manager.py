@@ -137,9 +137,8 @@ class KvtierdManager(OffloadingManager):
     def _poll(self) -> None:
         self._lookups.tell()
         self._jobs.ask()
-        self._pipeline.poll()
         # Note what the daemon revoked; speak for this process only where no worker does it.
-        if fence := self._session.poll():
+        if fence := self._pipeline.notices():
             self._jobs.revoked(self._session.pool_id, fence)
             if not workers_of_this_process():
                 self._session.acknowledge()

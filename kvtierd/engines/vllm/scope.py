@@ -33,8 +33,10 @@ class RequestScope:
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> RequestScope:
         """Read a request's parameters; a bad value is a ``problem``, never an exception."""
+        if not params:
+            return cls()
         try:
-            return cls._parse(params or {})
+            return cls._parse(params)
         except ValueError as error:
             return cls(problem=str(error))
 

@@ -127,7 +127,7 @@ def first_token(llm, prompt):
 def misses(llm, meter=None):
     """Milliseconds to the first token of prompts that nobody has seen; those of them spent in the glue."""
     rng = random.Random(5)
-    times, inside = [], []
+    times, inside, waited = [], [], 0
     for number in range(64):
         if meter is not None:
             meter.reset()
@@ -135,10 +135,12 @@ def misses(llm, meter=None):
         if number >= 4:  # the first ones warm up
             times.append(taken)
             inside.append(meter.first * 1e3 if meter is not None else 0.0)
+            waited += meter is not None and meter.figures()["round_trips"] > 0
     return {
         "first_token_ms": round(statistics.median(times), 2),
         "in_glue_ms": round(statistics.median(inside), 3),
         "in_glue_undisturbed_ms": round(sorted(inside)[len(inside) // 10], 3),
+        "prompts_that_waited": waited,
     }
 
 

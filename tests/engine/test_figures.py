@@ -51,14 +51,15 @@ def test_lookups_of_waiting_requests_make_no_round_trips(figures: dict[str, Any]
     assert seen["lookups"] > 20 * seen["round_trips"]
 
 
-def test_a_prompt_without_a_hit_is_hardly_later(figures: dict[str, Any]) -> None:
-    """Time in the glue before the first token's step, of sixty prompts the sixth fastest.
+def test_a_prompt_without_a_hit_waits_for_nothing(figures: dict[str, Any]) -> None:
+    """Of sixty prompts a few may share a cell of the daemon's presence with a block, and have to ask.
 
-    The figure is printed; it was 0.7 to 1.7 ms on two cores that the daemon shares. What holds on any machine
-    is that nothing waits for one of the glue's deadlines (20 ms).
+    What is left without a wait is the glue's own work before the first token's step, about 0.2 ms; the sixth
+    fastest prompt's is looked at. ``test_first_token.py`` compares with a plain engine.
     """
     misses = figures["misses"]
-    assert misses["in_glue_undisturbed_ms"] < 10, misses
+    assert misses["prompts_that_waited"] <= 6, misses
+    assert misses["in_glue_undisturbed_ms"] < 1, misses
 
 
 def test_a_cached_long_prompt_is_much_faster_than_computing_it(figures: dict[str, Any]) -> None:

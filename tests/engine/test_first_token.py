@@ -1,0 +1,133 @@
+"""What kvtierd adds to the first token of a request without a hit.
+
+A plain engine and one with the daemon take turns, a few prompts each, so that whatever disturbs the machine
+disturbs both. Each computes on one core and the daemon has another, as in a pod whose sidecar has a CPU of
+its own: on a shared core the figure would be that of the kernel's scheduler. Before a prompt the engine has
+ended what it still had to do, as vLLM's engine process does before it waits for requests. ``added`` is the
+median over the turns of the difference between the two medians of a turn; ``added_undisturbed`` is what
+separates the fastest tenths of all prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtierd.testing.local_daemon import LocalDaemon
+
+from .conftest import HERE, ROOT, find_python
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
+
+TURNS, PROMPTS = 60, 5
+WARM_UP = 20
+
+BAR_MS, BAR_SHARE = 0.2, 0.01
+"""What a request without a hit may cost: either of them."""
+
+
+class Engine:
+    """``first_token_server.py`` on one core."""
+
+    def __init__(self, model: Path, socket: str, core: int, log: Path) -> None:
+        self._log = log.open("w")
+        self._process = subprocess.Popen(
+            [find_python(), str(HERE / "first_token_server.py"), str(model), socket or "-", str(core)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": str(core)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def first_tokens(self, count: int) -> list[float]:
+        """Milliseconds to the first token of so many new prompts, one after another."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, Path(self._log.name).read_text()[-3000:]
+        taken: list[float] = json.loads(line)
+        return taken
+
+    def stop(self) -> None:
+        """Let it end."""
+        self._process.communicate(timeout=30)
+        self._log.close()
+
+
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """What is started meanwhile runs on this core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.fixture(scope="module")
+def first_tokens(tmp_path_factory: pytest.TempPathFactory, run_script: Any) -> dict[str, float]:
+    """Both engines' figures in milliseconds; printed, so that a run with ``-s`` shows them."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("NOT MEASURED: engine and daemon would share the only core")
+    folder: Path = tmp_path_factory.mktemp("f")
+    run_script("tiny_model.py", str(folder / "models"))
+    daemon = LocalDaemon(folder, pool_bytes=64 << 20, disk_bytes=256 << 20)
+    model, engines = folder / "models" / "llama", {}
+    with on_core(cores[1]):
+        daemon.start()
+    try:
+        with on_core(cores[0]):
+            engines["plain"] = Engine(model, "", cores[0], folder / "plain.log")
+            engines["kept"] = Engine(model, daemon.socket, cores[0], folder / "kept.log")
+        for engine in engines.values():
+            engine.first_tokens(WARM_UP)
+        turns = [take_turns(engines, number % 2 == 0) for number in range(TURNS)]
+    finally:
+        for engine in engines.values():
+            engine.stop()
+        daemon.stop()
+    seen = judge(turns)
+    print(json.dumps(seen, indent=1))
+    return seen
+
+
+def take_turns(engines: dict[str, Engine], forwards: bool) -> dict[str, list[float]]:
+    """A few prompts for each engine; who begins changes."""
+    names = list(engines) if forwards else list(engines)[::-1]
+    return {name: engines[name].first_tokens(PROMPTS) for name in names}
+
+
+def judge(turns: list[dict[str, list[float]]]) -> dict[str, float]:
+    """What a first token takes with and without the daemon, and the difference."""
+    plain = sorted(each for turn in turns for each in turn["plain"])
+    kept = sorted(each for turn in turns for each in turn["kept"])
+    tenth = len(plain) // 10
+    pairs = [statistics.median(turn["kept"]) - statistics.median(turn["plain"]) for turn in turns]
+    seen = {
+        "prompts": len(kept),
+        "plain": statistics.median(plain),
+        "kept": statistics.median(kept),
+        "added": statistics.median(pairs),
+        "plain_undisturbed": plain[tenth],
+        "added_undisturbed": kept[tenth] - plain[tenth],
+    }
+    return {name: round(value, 3) for name, value in seen.items()}
+
+
+def test_the_first_token_of_a_request_without_a_hit_is_hardly_later(first_tokens: dict[str, float]) -> None:
+    """The bar is 0.2 ms or 1 %, whichever is more; what is asserted leaves a busy machine some room."""
+    bar = max(BAR_MS, BAR_SHARE * first_tokens["plain_undisturbed"])
+    assert first_tokens["added_undisturbed"] < 3 * bar, first_tokens

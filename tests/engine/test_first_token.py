@@ -27,7 +27,7 @@ from .conftest import HERE, ROOT, find_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
 
-TURNS, PROMPTS = 60, 5
+TURNS, PROMPTS = 250, 1
 WARM_UP = 20
 
 BAR_MS, BAR_SHARE = 0.2, 0.01

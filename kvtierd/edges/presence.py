@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from kvtierd.core.presence import Presence
+from kvtierd.core.presence import FULL, Presence
 from kvtierd.edges import backing
 
 _BYTES_PER_CELL = 8 << 10
@@ -31,13 +31,17 @@ class SharedPresence(Presence):
         size = cells_for(pool_bytes)
         self.fd = backing.open_memfd(size)
         try:
-            memory = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             os.close(self.fd)
             raise
-        super().__init__(memoryview(memory))
+        super().__init__(memoryview(self._map))
 
     def close(self) -> None:
-        """Have everybody ask from now on, and close the descriptor; the memory goes with this object."""
+        """Have everybody ask from now on, and let go of the memory; counting goes on in vain."""
         self.retire()
+        cells, self.cells, self._mask = self.cells, bytearray((FULL,)), 0
+        assert isinstance(cells, memoryview)
+        cells.release()
+        self._map.close()
         os.close(self.fd)

@@ -83,7 +83,7 @@ def _check_presence(ladder: Ladder) -> None:
     nodes = [*ladder.stack.primary.nodes()]
     for tier in ladder.stack.secondaries:
         nodes += tier.blocks
-    counts = Counter(crc32(node.block.id.key) & mask for node in nodes)
+    counts = Counter(crc32(node.block.key) & mask for node in nodes)
     for cell, count in counts.items():
         told = presence.cells[cell]
         _require(told in (FULL, count), f"cell {cell} counts {told} blocks, there are {count}")

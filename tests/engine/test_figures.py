@@ -59,7 +59,7 @@ def test_a_prompt_without_a_hit_waits_for_nothing(figures: dict[str, Any]) -> No
     """
     misses = figures["misses"]
     assert misses["prompts_that_waited"] <= 6, misses
-    assert misses["in_glue_undisturbed_ms"] < 1, misses
+    assert misses["in_glue_undisturbed_ms"] < 2, misses
 
 
 def test_a_cached_long_prompt_is_much_faster_than_computing_it(figures: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from kvtierd.edges.movers import Mover
 from kvtierd.edges.opening import Opening, Openings
 from kvtierd.edges.peers import Allowed
 from kvtierd.edges.pool import Found, Pool
+from kvtierd.edges.presence import SharedPresence
 from kvtierd.edges.status_page import page_routes
 from kvtierd.edges.traces import open_traces
 from kvtierd.edges.trail import Trail
@@ -99,8 +100,14 @@ def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]
         lease_ttl=tier_file.engine.lease_ttl,
         max_leases=tier_file.engine.max_leases,
         tenants=[tenant.name for tenant in tenants],
-        presence=pool.presence,
+        presence=shown(tier_file, pool),
     )
+
+
+def shown(tier_file: TierFile, pool: Pool) -> SharedPresence | None:
+    """Return what engines see of the tiers without asking: nothing where others write, too, unseen by us."""
+    shared = any(getattr(tier, "shared", False) for tier in tier_file.secondaries)
+    return None if shared else pool.presence
 
 
 def socket_rules(tier_file: TierFile, control: bool) -> dict[str, Any]:

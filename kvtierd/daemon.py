@@ -247,7 +247,7 @@ class Daemon:
             orders=self.orders.table if pool is None else None,
             liveness=liveness,
             pool_fd=pool.fd if pool is not None else None,
-            presence=pool.presence if pool is not None else None,
+            presence=assembly.shown(self.tier_file, pool) if pool is not None else None,
             **assembly.socket_rules(self.tier_file, pool is None),
             daemon=f"kvtierd {__version__}",
             numbers=itertools.count(first) if pool is not None else itertools.count(-1, -1),

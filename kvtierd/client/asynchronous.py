@@ -92,10 +92,16 @@ class AsyncSession(SessionBase):
         self._line = line
 
     async def lookup(
-        self, keys: Iterable[BlockKey], promote: bool = False, lease: float | None = None
+        self,
+        keys: Iterable[BlockKey],
+        promote: bool = False,
+        lease: float | None = None,
+        *,
+        touch: bool = False,
     ) -> AsyncLookup:
-        """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading."""
-        return await self._run(_verbs.lookup(partial(AsyncLookup, self), keys, promote, lease, self))
+        """Ask for the state of keys, as :meth:`kvtierd.client.Session.lookup` does."""
+        make = partial(AsyncLookup, self)
+        return await self._run(_verbs.lookup(make, keys, promote, lease, self, touch=touch))
 
     async def prepare_store(
         self,

@@ -95,9 +95,22 @@ class Session(SessionBase):
         self._line = line
         self._found = partial(Lookup, self)
 
-    def lookup(self, keys: Iterable[BlockKey], promote: bool = False, lease: float | None = None) -> Lookup:
-        """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading."""
-        verb = _verbs.asked_states(keys, promote, lease)  # without a generator, which takes a tenth of it all
+    def lookup(
+        self,
+        keys: Iterable[BlockKey],
+        promote: bool = False,
+        lease: float | None = None,
+        *,
+        touch: bool = False,
+    ) -> Lookup:
+        """Ask for the state of keys; ``lease`` seconds pin the leading HITs, ``promote`` starts loading.
+
+        ``touch``: they are about to be used. With it or ``promote``, unknown keys are PENDING while the tiers
+        that other daemons write to are asked for them.
+        """
+        verb = _verbs.asked_states(
+            keys, promote, lease, touch=touch
+        )  # without a generator, which takes a tenth of it all
         return _verbs.found_states(self._found, verb, self._line.ask(verb), self._link.epoch)
 
     def prepare_store(

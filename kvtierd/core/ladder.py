@@ -367,11 +367,13 @@ class Ladder:
             self.loads.stalled(operation)
         elif operation.kind == "probe":
             self.loads.probing.give_up(op, operation.tier)
+            self.loads.probed()
 
     def _probed(self, op: int, found: Sequence[stimuli.FoundBlock], *, failed: bool) -> None:
         tier = self.stack.operations.pop(op).tier
         tier.gate.stalled.discard(op)
         self.loads.probing.probed(op, tier, found, failed=failed)
+        self.loads.probed()
         self._trim(tier)
 
     def _found(self, tier: SecondaryTier, blocks: Sequence[stimuli.FoundBlock], *, last: bool) -> None:

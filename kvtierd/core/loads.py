@@ -78,9 +78,11 @@ class Loads:
             states = self._states(space, request.keys, below, fresh)
         if request.touch:
             self._stack.touch(session.namespace, request.keys)
-        if request.promote and self.probing:
-            self._probe(ids, states, scope)
-        counted = self._count(states, below, fresh, looks=request.everywhere and not request.promote)
+        looks = request.everywhere and not request.promote
+        probed = 0
+        if (request.promote or request.touch) and self.probing:
+            probed = self._probe(ids, states, scope)
+        counted = self._count(states, below, fresh, looks=looks, probed=probed)
         prefix = _until(states, MISS)
         sources: list[str] = []
         if request.promote:
@@ -163,14 +165,20 @@ class Loads:
             states.append(state)
         return states
 
-    def _probe(self, ids: Sequence[BlockId], states: list[KeyState], scope: tuple[str, ...] | None) -> None:
-        """Ask the shared tiers for the keys behind the known prefix; stops at the first that is not there."""
+    def _probe(self, ids: Sequence[BlockId], states: list[KeyState], scope: tuple[str, ...] | None) -> int:
+        """Ask the shared tiers for the keys behind the known prefix; stops at the first that is not there.
+
+        Returns how many keys wait for that.
+        """
+        count = 0
         for index, block_id in enumerate(ids):
             if states[index] is MISS:
                 if not self.probing.wonder(block_id, scope):
                     break
                 states[index] = PENDING
+                count += 1
         self.probing.flush()
+        return count
 
     def _promote(
         self,
@@ -206,20 +214,29 @@ class Loads:
         return count
 
     def _count(
-        self, states: list[KeyState], below: Iterable[Readable], fresh: Sequence[Node], *, looks: bool
+        self,
+        states: list[KeyState],
+        below: Iterable[Readable],
+        fresh: Sequence[Node],
+        *,
+        looks: bool,
+        probed: int,
     ) -> bool:
         """Count what was found where, once for each question; whether it is one.
 
         Who asks while a block is PENDING asks again, and so does who asks for what was promoted for a lookup.
-        Who only ``looks`` everywhere asks again for what it wants of the COLD blocks. A promoted block counts
-        for the tier that it came from, and for that one only.
+        Who only ``looks`` everywhere asks again for what it wants of the COLD blocks, and of those that are
+        ``probed`` for in shared tiers. A promoted block counts for the tier that it came from, only there.
         """
         counters = self._stack.primary.counters
         counts = Counter(map(id, states))  # by identity: an enum's members are slow to compare and to hash
-        if counts[id(PENDING)] or any(node in self.promotion.counted for node in fresh):
+        later = counts[id(COLD)] + probed if looks else 0
+        if counts[id(PENDING)] > (probed if looks else 0) or any(
+            node in self.promotion.counted for node in fresh
+        ):
             counters["lookup_repeats"] += len(states)
             return False
-        counters["lookup_blocks"] += len(states) - (counts[id(COLD)] if looks else 0)
+        counters["lookup_blocks"] += len(states) - later
         counters["lookup_misses"] += counts[id(MISS)]
         counters["lookup_hits"] += counts[id(HIT)] - len(fresh)
         for place in below:
@@ -265,6 +282,8 @@ class Loads:
                 if tier is not None and self.promotion.full(space):
                     break  # the next wave, when some of this one is there
                 node = None if tier is None else self.promotion.start(space, block_id, tier)
+                if tier is None and self._wonders(load):
+                    break  # until the shared tiers have said whether they have it
             if node is None or node.state is State.RESERVED:
                 rest.clear()
                 break
@@ -279,6 +298,25 @@ class Loads:
             else:
                 load.sources.append(primary)
         self.promotion.flush()
+
+    def _wonders(self, load: Waiting) -> bool:
+        """Have the shared tiers asked for the rest of a load; whether they are for its next block."""
+        if not self.probing or load.deadline <= self._stack.now:
+            return False
+        waits, secondaries = False, self._stack.secondaries
+        for key in load.rest:
+            block_id = BlockId(load.space.namespace, key)
+            if key in load.space.index or any(tier.resident(block_id) for tier in secondaries):
+                continue
+            if not self.probing.wonder(block_id, load.scope):
+                break
+            waits = True
+        self.probing.flush()
+        return waits
+
+    def probed(self) -> None:
+        """Go on with the loads that waited for a look at the shared tiers."""
+        self._answer_settled()
 
     @staticmethod
     def _settled(load: Waiting) -> bool:

@@ -47,8 +47,9 @@ class Attach(Request, frozen=True, kw_only=True, tag="attach"):
 class Lookup(Request, frozen=True, kw_only=True, tag="lookup"):
     """Ask for the state of many keys; ``lease`` (seconds) pins the leading HITs until released.
 
-    ``everywhere``: the lease pins every HIT, also behind a MISS. ``touch``: mark the keys as just used.
-    ``scope``: the tiers that COLD blocks may be in and be promoted from.
+    ``everywhere``: the lease pins every HIT, also behind a MISS. ``touch``: a request for the
+    keys came: mark them as just used, and look for the unknown in shared tiers (PENDING meanwhile), as
+    ``promote`` does too. ``scope``: the tiers that COLD blocks may be in and be promoted from.
     """
 
     keys: tuple[WireKey, ...]

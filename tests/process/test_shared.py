@@ -153,3 +153,14 @@ def test_the_temporary_of_a_neighbour_stays_and_that_of_a_dead_one_goes(make: Ma
         rig.restart()
         rig.settle()
         assert [path.exists() for path in (fresh, locked, dead, strange)] == [True, True, False, True]
+
+
+def test_a_load_alone_finds_what_another_daemon_wrote_meanwhile(rigs: list[DaemonRig]) -> None:
+    writer, reader = rigs[:2]
+    made = loose(8)
+    with writer.attach() as session:
+        store(session, made)
+        writer.settle()
+    with reader.attach() as session:
+        assert load(session, made) == ["disk"] * 8
+    reader.agree()

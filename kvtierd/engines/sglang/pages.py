@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _THERE = (SkipReason.RESIDENT, SkipReason.PENDING)
 _HEX = 64
+_LOOK_AGAIN = 0.002
 
 
 def to_key(page: str, group: int = 0) -> BlockKey:
@@ -68,15 +70,22 @@ class Pages:
             return None
 
     def there(self, keys: Sequence[str]) -> list[bool]:
-        """Say of each page whether it is in any tier."""
+        """Say of each page whether it is in any tier, or may be and is still looked for."""
         session = self.reader
         nowhere = [False] * len(keys)
         if session is None or not keys:
             return nowhere
         wanted = [to_key(key, self._group) for key in keys]
-        return self._guard.call(
-            "lookup", lambda: [s is not KeyState.MISS for s in session.lookup(wanted).states], nowhere
-        )
+        return self._guard.call("lookup", lambda: self._known(session, wanted), nowhere)
+
+    def _known(self, session: Session, wanted: Sequence[BlockKey]) -> list[bool]:
+        """Look, and again while tiers that other daemons write to are asked, within one call's bound."""
+        until = time.monotonic() + self._settings.deadline
+        while True:
+            states = session.lookup(wanted, touch=True).states
+            if KeyState.PENDING not in states or time.monotonic() >= until:
+                return [state is not KeyState.MISS for state in states]
+            time.sleep(_LOOK_AGAIN)
 
     # -- between the daemon and the host pool -----------------------------------------------------------
 

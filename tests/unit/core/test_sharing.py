@@ -7,7 +7,7 @@ from kvtierd.core.geometry import UNIT
 from kvtierd.core.model import Block, BlockId, KeyState, Locality, Scope, hash_of
 from kvtierd.core.probing import ABSENT_SECONDS
 from kvtierd.core.promotion import GRACE
-from kvtierd.core.stimuli import Drain, Found, FoundBlock, Load, Lookup, PrepareStore, Status
+from kvtierd.core.stimuli import Drain, Found, FoundBlock, Load, Lookup, PrepareStore, Stalled, Status
 from kvtierd.testing.rig import LAYOUT, fs_spec, key, meta
 
 
@@ -36,6 +36,75 @@ def test_an_unknown_key_of_a_shared_tier_is_looked_for_in_the_background(rigged)
     assert rig.lookup(1, 2, 3).states == (KeyState.COLD, KeyState.COLD, KeyState.MISS)
     assert rig.story() == [("stored", "disk", 1), ("stored", "disk", 2)]
     assert rig.load(1, 2).sources == ("disk", "disk")
+
+
+def test_a_request_that_comes_has_unknown_keys_looked_for_and_counts_what_it_found_at_once(rigged):
+    """As the vLLM glue asks: once everywhere, with a touch, then for what is not in the pool."""
+    rig = rigged(8, [fs_spec(shared=True)])
+    rig.store(1)
+    theirs(rig, 2)
+    rig.hold = True
+    first = rig.lookup(1, 2, 3, touch=True, everywhere=True)
+    assert first.states == (KeyState.HIT, KeyState.PENDING, KeyState.PENDING)
+    assert len(probes(rig)) == 1
+    counters = rig.ladder.stack.primary.counters
+    assert (counters["lookup_blocks"], counters["lookup_hits"], counters["lookup_misses"]) == (1, 1, 0)
+    rig.hold = False
+    rig.run_held()
+    assert rig.lookup(2, 3, promote=True).states == (KeyState.PENDING, KeyState.MISS)
+    assert rig.lookup(2, 3, promote=True).states == (KeyState.HIT, KeyState.MISS)
+    assert (counters["lookup_blocks"], counters["lookup_misses"]) == (3, 1)
+    assert rig.ladder.stack.by_name["disk"].counters["lookup_hits"] == 1
+
+
+def test_a_load_waits_for_one_look_at_the_shared_tiers(rigged):
+    rig = rigged(8, [fs_spec(shared=True)])
+    rig.store(1)
+    theirs(rig, 2, 3)
+    rig.hold = True
+    number = rig.ask(Load, keys=(key(1), key(2), key(3), key(4)), deadline=5.0)
+    assert number not in rig.answers
+    assert len(probes(rig)) == 1, "one look for all"
+    rig.hold = False
+    rig.run_held()
+    assert rig.answers[number].sources == ("cpu", "disk", "disk")
+    before = len(probes(rig))
+    assert rig.load(4).keys == (), "known to be absent for a while: nothing to wait for"
+    assert len(probes(rig)) == before
+
+
+def test_a_load_without_patience_or_past_its_deadline_waits_for_no_look(rigged):
+    rig = rigged(8, [fs_spec(shared=True)])
+    theirs(rig, 1)
+    rig.hold = True
+    hurried = rig.ask(Load, keys=(key(1),), deadline=0.0)
+    assert rig.answers[hurried].keys == ()
+    assert probes(rig) == []
+    patient = rig.ask(Load, keys=(key(1),), deadline=2.0)
+    assert patient not in rig.answers
+    rig.advance(2.0)
+    assert rig.answers[patient].keys == ()
+    rig.hold = False
+    rig.run_held()
+    assert rig.load(1).sources == ("disk",)
+
+
+@pytest.mark.parametrize("how", [Status.FAILED, "stalled"])
+def test_a_look_that_fails_ends_the_wait(rigged, how):
+    rig = rigged(8, [fs_spec(shared=True)])
+    rig.hold = True
+    number = rig.ask(Load, keys=(key(1),), deadline=60.0)
+    (probe,) = rig.held
+    if how == "stalled":
+        rig.feed(Stalled(probe.op))
+    else:
+        rig.hold = False
+        rig.judge = lambda op, tier, bid: how
+        theirs(rig, 1)
+        rig.run_held()
+    assert rig.answers[number].keys == ()
+    rig.hold = False
+    rig.run_held()
 
 
 def test_what_is_not_there_is_not_asked_for_again_for_a_while(rigged):

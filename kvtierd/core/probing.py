@@ -103,5 +103,5 @@ class Probing:
             if block_id not in present:
                 absent[block_id] = self._stack.now + ABSENT_SECONDS
                 absent.move_to_end(block_id)
-        while len(absent) > ABSENT_LIMIT:
+        while absent and (len(absent) > ABSENT_LIMIT or next(iter(absent.values())) <= self._stack.now):
             absent.popitem(last=False)

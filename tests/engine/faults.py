@@ -100,9 +100,9 @@ def lost_blocks(llm, asked, block):
     pipeline = scheduler_of(llm).connector._manager._pipeline
     usual, lost = pipeline.load, []
 
-    def load(keys, *more):
+    def load(keys, *more, **named):
         lost.extend(keys[block:])
-        return usual(keys[:block], *more)
+        return usual(keys[:block], *more, **named)
 
     pipeline.load = load
     try:

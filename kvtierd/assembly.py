@@ -105,9 +105,12 @@ def make_ladder(tier_file: TierFile, pool: Pool, backends: Mapping[str, Backend]
 
 
 def shown(tier_file: TierFile, pool: Pool) -> SharedPresence | None:
-    """Return what engines see of the tiers without asking: nothing where others write, too, unseen by us."""
+    """Return what engines see of the tiers without asking.
+
+    Nothing where others write, too, unseen by us, or where the kernel would let engines change it.
+    """
     shared = any(getattr(tier, "shared", False) for tier in tier_file.secondaries)
-    return None if shared else pool.presence
+    return pool.presence if pool.presence.safe and not shared else None
 
 
 def socket_rules(tier_file: TierFile, control: bool) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from pathlib import Path
 from kvtierd.errors import PoolError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEAL_FUTURE_WRITE = 16  # Linux 5.1: who has no writable mapping yet gets none
 _MFD_NOEXEC_SEAL = 8  # Linux 6.3; some machines refuse memfds without it (sysctl vm.memfd_noexec)
 
 
-def open_memfd(size: int, *, huge: bool = False) -> int:
+def open_memfd(size: int, *, huge: bool = False, sealed: bool = True) -> int:
     """Create a memfd whose size can never change again, so that no holder of it can make another one fault.
+
+    Without ``sealed`` it can, until :func:`seal_for_readers`.
 
     Raises:
         OSError: the kernel refuses (with ``huge``: no huge pages reserved, for instance).
@@ -33,11 +36,21 @@ def open_memfd(size: int, *, huge: bool = False) -> int:
         fd = os.memfd_create("kvtierd-pool", flags)
     try:
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        if sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def seal_for_readers(fd: int) -> bool:
+    """Let nobody write to a memfd but by the mappings that there are; whether the kernel can do that."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
+    except OSError:
+        return False
+    return True
 
 
 def lock_file(path: Path) -> int | None:

@@ -20,7 +20,10 @@ def cells_for(pool_bytes: int) -> int:
 
 
 class SharedPresence(Presence):
-    """Cells that other processes can map; ``fd`` is this object's and is for them."""
+    """Cells that other processes can map; ``fd`` is this object's and is for them.
+
+    ``safe``: they can read alone, so that none of them can mislead another one, or the count itself.
+    """
 
     def __init__(self, pool_bytes: int) -> None:
         """Make the memory that goes with a pool of so many bytes.
@@ -29,12 +32,13 @@ class SharedPresence(Presence):
             OSError: the kernel gives none.
         """
         size = cells_for(pool_bytes)
-        self.fd = backing.open_memfd(size)
+        self.fd = backing.open_memfd(size, sealed=False)
         try:
             self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             os.close(self.fd)
             raise
+        self.safe = backing.seal_for_readers(self.fd)
         super().__init__(memoryview(self._map))
 
     def close(self) -> None:

@@ -256,8 +256,8 @@ def _replayed(settings: Settings, **publisher: Any) -> dict[str, Any]:
         after = child.ask(do="statistics")
     return {
         "resident_blocks": start["announced"],
-        "fill_seconds": round(made["fill_seconds"], 2),
-        "seconds": round(got["seconds"], 2),
+        "fill_seconds": round(made["fill_seconds"], 4),
+        "seconds": round(got["seconds"], 4),
         "replayed_blocks": got["blocks"],
         "replayed_batches": got["batches"],
         "replayed_bytes": got["bytes"],

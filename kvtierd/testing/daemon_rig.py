@@ -31,7 +31,7 @@ from kvtierd.wire.kvevents import BlockRemoved, BlockStored, EventBatch
 BLOCK = 4096
 FILE = 8192
 """Bytes that one block of ``LAYOUT`` takes on disk: a header of 4096 and the payload."""
-BIG_BLOCK = 256 << 10
+BIG_BLOCK = 512 << 10
 
 
 def layout_of(model: str, block_bytes: int) -> Layout:

@@ -163,7 +163,7 @@ def test_an_engine_that_cannot_be_given_the_pool_is_not_waited_for(make: Make, e
     rig = make(slots=8, tiers=[]).start()
     with rig.descriptors(3), rig.attach(engine_id="child") as poor:  # its socket twice, and half a pipe
         assert not poor.connected
-    assert "the pool could not be handed over" in rig.daemon.log_tail()
+    wait_for(lambda: "the pool could not be handed over" in rig.daemon.log_tail(), "the line in the log")
     child = engine(rig)
     child("reserve", 8, "half")
     child.kill()

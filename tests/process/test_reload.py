@@ -84,7 +84,7 @@ def test_what_cannot_be_taken_over_leaves_everything_as_it_was(
     assert words in answer["problem"]
     assert rig.tier("disk")["capacity_bytes"] is None
     assert rig.status()["config"]["reloads"]["refused"] == 1
-    assert words in rig.daemon.log.read_text()
+    wait_for(lambda: words in rig.daemon.log.read_text(), "the line in the log")
 
 
 def test_a_hangup_signal_reloads(make: Make) -> None:

@@ -132,9 +132,17 @@ def prompt(seed: int, blocks: int = 5) -> str:
     return " ".join(f"w{rng.randrange(3, 512)}" for _ in range(blocks * BLOCK + 7))
 
 
-def test_what_one_data_parallel_rank_stored_is_a_hit_for_the_other(server: Server) -> None:
+def compute(server: Server, rig: DaemonRig, text: str) -> tuple[str, int]:
+    """Have rank 0 compute a prompt, and wait until its blocks are stored, which goes on after the answer."""
+    before = rig.tier("cpu")["stored"]
+    answer = server.complete(text, rank=0)
+    wait_for(lambda: rig.tier("cpu")["stored"] >= before + 5, "the prompt's blocks")
+    return answer
+
+
+def test_what_one_data_parallel_rank_stored_is_a_hit_for_the_other(server: Server, rig: DaemonRig) -> None:
     text = prompt(1)
-    computed, cached = server.complete(text, rank=0)
+    computed, cached = compute(server, rig, text)
     assert cached == 0
     assert server.complete(text, rank=1) == (computed, 5 * BLOCK)
 
@@ -145,9 +153,9 @@ def test_every_process_of_the_server_is_attached_with_its_rank(server: Server, r
     assert attached == [("scheduler", 0), ("scheduler", 1), ("worker", 0), ("worker", 1)]
 
 
-def test_the_servers_metrics_tell_the_hits_by_tier(server: Server) -> None:
+def test_the_servers_metrics_tell_the_hits_by_tier(server: Server, rig: DaemonRig) -> None:
     text = prompt(2)
-    server.complete(text, rank=0)
+    compute(server, rig, text)
     server.complete(text, rank=1)
     hits = r'^vllm:kvtierd_hit_blocks_total\{engine="1".*tier="cpu"\} (\S+)'
 

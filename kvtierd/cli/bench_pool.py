@@ -12,6 +12,7 @@ from kvtierd.cli.bench_echo import in_turns, percentile
 from kvtierd.cli.bench_figures import Figure
 from kvtierd.cli.bench_rpc import POOL_ONLY, chain_of
 from kvtierd.client import Client, Group, Layout, Session
+from kvtierd.testing.cores import on_cores, places
 from kvtierd.testing.local_daemon import LocalDaemon, short_folder
 
 BATCH = 16
@@ -28,11 +29,12 @@ def measure(*, block_bytes: int, seconds: float) -> list[Figure]:
         groups=(Group(tokens_per_block=16, block_bytes=block_bytes),),
     )
     with short_folder("bench") as folder:
-        pool = max(64 << 20, 4 * BATCH * block_bytes)
-        with (
-            LocalDaemon(folder, pool_bytes=pool, disk_bytes=64 << 20) as daemon,
-            Client(daemon.socket, deadline=5.0) as client,
-        ):
+        pool, at = max(64 << 20, 4 * BATCH * block_bytes), places()
+        with contextlib.ExitStack() as stack:
+            with on_cores(at.servers):
+                daemon = stack.enter_context(LocalDaemon(folder, pool_bytes=pool, disk_bytes=64 << 20))
+            stack.enter_context(on_cores(at.client))
+            client = stack.enter_context(Client(daemon.socket, deadline=5.0))
             session = client.attach(layout, engine_id="bench-pool")
             return _measure(session, block_bytes, seconds)
 

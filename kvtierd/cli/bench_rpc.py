@@ -14,6 +14,7 @@ from kvtierd.client import AsyncClient, BlockKey, BlockMeta, Client, Group, KeyS
 from kvtierd.core.effects import LookedUp
 from kvtierd.core.stimuli import Lookup
 from kvtierd.errors import Unavailable
+from kvtierd.testing.cores import Places, on_cores, places
 from kvtierd.testing.local_daemon import LocalDaemon, short_folder
 from kvtierd.testing.workload import Chain
 from kvtierd.wire.framing import frame
@@ -31,20 +32,28 @@ LAYOUT = Layout(
 )
 
 
-def measure(*, socket_path: str | None, counts: Sequence[int], seconds: float) -> list[Figure]:
+def measure(
+    *, socket_path: str | None, counts: Sequence[int], seconds: float, together: bool = False
+) -> list[Figure]:
     """Measure against the daemon at ``socket_path`` (misses only), or one of our own; ``seconds`` in all.
+
+    Daemon and echo run on other cores than the client, or all on one with ``together``. A daemon that is
+    there already stays where it is.
 
     Raises:
         Unavailable: no daemon answers.
     """
-    share = seconds / len(counts)
+    share, at = seconds / len(counts), places(together=together)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(short_folder("bench"))
+        if socket_path is None:
+            pool = max(8 << 20, 6 * max(counts) * BLOCK_BYTES)
+            with on_cores(at.servers):
+                daemon = stack.enter_context(LocalDaemon(folder, pool_bytes=pool, disk_bytes=64 << 20))
+        stack.enter_context(on_cores(at.client))
         if socket_path is not None:
-            return [f for n in counts for f in _misses(socket_path, folder, n, share)]
-        pool = max(8 << 20, 6 * max(counts) * BLOCK_BYTES)
-        daemon = stack.enter_context(LocalDaemon(folder, pool_bytes=pool, disk_bytes=64 << 20))
-        return [f for n in counts for f in _verbs(daemon.socket, folder, n, share)]
+            return [f for n in counts for f in _misses(socket_path, folder, n, share, at)]
+        return [f for n in counts for f in _verbs(daemon.socket, folder, n, share, at)]
 
 
 def chain_of(count: int, seed: bytes) -> tuple[list[BlockKey], list[BlockMeta]]:
@@ -65,16 +74,19 @@ def _session(path: str) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def _echo_of(folder: Path, keys: list[BlockKey], state: KeyState) -> Iterator[Callable[[], None]]:
+def _echo_of(folder: Path, keys: list[BlockKey], state: KeyState, at: Places) -> Iterator[Callable[[], None]]:
     answer = LookedUp(id=1 << 16, found=bytes((state,)) * len(keys), prefix=len(keys) if state else 0)
     asked = len(frame(encode(Lookup(id=1 << 16, keys=tuple(keys)))))
-    with echo(str(folder / f"echo-{len(keys)}.sock"), asked, len(frame(encode(answer)))) as call:
+    with contextlib.ExitStack() as stack:
+        with on_cores(at.servers):
+            bare = echo(str(folder / f"echo-{len(keys)}.sock"), asked, len(frame(encode(answer))))
+            call = stack.enter_context(bare)
         yield call
 
 
-def _misses(path: str, folder: Path, count: int, seconds: float) -> list[Figure]:
+def _misses(path: str, folder: Path, count: int, seconds: float, at: Places) -> list[Figure]:
     keys, _ = chain_of(count, b"kvtierd bench %d" % count)
-    with _session(path) as session, _echo_of(folder, keys, KeyState.MISS) as bare:
+    with _session(path) as session, _echo_of(folder, keys, KeyState.MISS, at) as bare:
         times = in_turns({"lookup": lambda: session.lookup(keys), "echo": bare}, seconds)
     return _trips(f"lookup of {count} missing keys", times["lookup"], times["echo"])
 
@@ -86,9 +98,9 @@ def _trips(name: str, ours: list[float], bare: list[float]) -> list[Figure]:
     ]
 
 
-def _verbs(path: str, folder: Path, count: int, seconds: float) -> list[Figure]:
+def _verbs(path: str, folder: Path, count: int, seconds: float, at: Places) -> list[Figure]:
     keys, metas = chain_of(count, b"kvtierd bench %d" % count)
-    with _session(path) as session, _echo_of(folder, keys, KeyState.HIT) as bare:
+    with _session(path) as session, _echo_of(folder, keys, KeyState.HIT, at) as bare:
         if len(session.prepare_store(keys, metas, POOL_ONLY).commit()) != count:
             raise AssertionError("a daemon with room refused blocks")
         calls: dict[str, Callable[[], object]] = {

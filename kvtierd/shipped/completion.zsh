@@ -41,7 +41,7 @@ _shtab_kvtierd_bench_commands() {
     events:'Measure: bytes and events a second of each form; how many blocks a second of one core are published; the time from publishing to a subscriber, in turns with a bare PUB/SUB of the same bytes, and from an engine'"'"'s commit to it; what a subscriber that hangs costs a store; a replay of the whole state while batches go on; and the same for a reader that asks for all numbers from 0 (llm-d). All on temporary folders and loopback.'
     footprint:'Start daemons with a pool of 64 MiB beside a bare interpreter that imports the same packages; then watch one that an engine and a subscriber are connected to.'
     pool:'Store 16 blocks (prepare, copy, commit; and evict, so that the next is a store again) and load them through the client, and in turns with that copy the same bytes in memory.'
-    rpc:'Time verbs of the blocking client, and in turns with them a bare uvloop server that answers as many bytes with as many over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; there nothing is stored and only misses are looked up.'
+    rpc:'Time verbs of the blocking client, and in turns with them a bare uvloop server that answers as many bytes with as many over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; there nothing is stored and only misses are looked up. The client has a core of its own, as in a pod; a round trip on one core takes a quarter of it.'
     scale:'Fill the core (no socket, bytes or token ids) and time lookups of 1,024 keys and stores that have to evict. Ratios are to the first size.'
     tiers:'Store and load blocks through a tier'"'"'s own workers, and in turns with that move the same bytes by memcpy, by plain loops of pwrite and pread with as many threads in the same folder and, for an object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is up to --io.'
   )
@@ -153,6 +153,7 @@ _shtab_kvtierd_bench_rpc_options=(
   "--socket[engine socket of a running daemon]:PATH:"
   "*--keys[keys a message (default\: 1, 16, 128, 1024)]:N:"
   "--seconds[total time (default\: 8)]:seconds:"
+  "--together[client, daemon and echo on one core]"
   "--json[print one JSON object]"
   "--compare[an earlier run\'s JSON to compare with]:OLD:"
   "--plot[write a chart of the ratios, or values]:SVG:"

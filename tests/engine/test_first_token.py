@@ -14,13 +14,12 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtierd.testing.cores import on_cores, places
 from kvtierd.testing.local_daemon import LocalDaemon
 
 from .conftest import HERE, ROOT, find_python
@@ -64,33 +63,23 @@ class Engine:
         self._log.close()
 
 
-@contextmanager
-def on_core(core: int) -> Iterator[None]:
-    """What is started meanwhile runs on this core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 @pytest.fixture(scope="module")
 def first_tokens(tmp_path_factory: pytest.TempPathFactory, run_script: Any) -> dict[str, float]:
     """Both engines' figures in milliseconds; printed, so that a run with ``-s`` shows them."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+    at = places()
+    if not at.apart:
         pytest.skip("NOT MEASURED: engine and daemon would share the only core")
     folder: Path = tmp_path_factory.mktemp("f")
     run_script("tiny_model.py", str(folder / "models"))
     daemon = LocalDaemon(folder, pool_bytes=64 << 20, disk_bytes=256 << 20)
     model, engines = folder / "models" / "llama", {}
-    with on_core(cores[1]):
+    with on_cores(at.servers):
         daemon.start()
     try:
-        with on_core(cores[0]):
-            engines["plain"] = Engine(model, "", cores[0], folder / "plain.log")
-            engines["kept"] = Engine(model, daemon.socket, cores[0], folder / "kept.log")
+        with on_cores(at.client):
+            (core,) = at.client
+            engines["plain"] = Engine(model, "", core, folder / "plain.log")
+            engines["kept"] = Engine(model, daemon.socket, core, folder / "kept.log")
         for engine in engines.values():
             engine.first_tokens(WARM_UP)
         turns = [take_turns(engines, number % 2 == 0) for number in range(TURNS)]

@@ -44,6 +44,8 @@ SCHEDULER_ONLY = (
     stimuli.Evict,
     stimuli.Reset,
 )
+NUMBERS_ONLY = (stimuli.Commit, stimuli.Abort, stimuli.Release, stimuli.Renew, stimuli.Acknowledge)
+"""Requests that name neither groups nor tiers."""
 
 
 class Ladder:
@@ -190,6 +192,8 @@ class Ladder:
         """Refuse what the codec cannot see is wrong, before anything changes."""
         if session.role is Role.WORKER and isinstance(request, SCHEDULER_ONLY):
             raise Refusal(ErrorCode.NOT_ALLOWED, f"{type(request).__name__} is for the scheduler session")
+        if type(request) in NUMBERS_ONLY:
+            return
         keys: Sequence[BlockKey] = getattr(request, "keys", ())
         groups = len(self.stack.primary.spaces[session.namespace].layout.groups)
         group = int.from_bytes(max([key[-GROUP_BYTES:] for key in keys], default=b""), "big")
@@ -200,10 +204,11 @@ class Ladder:
             check_meta(request)
 
     def _check_tiers(self, request: stimuli.LadderRequest) -> None:
-        named: list[str] = list(getattr(request, "tiers", None) or ())
+        named: tuple[str, ...] = getattr(request, "tiers", None) or ()
         if isinstance(request, stimuli.Inventory) and request.tier is not None:
-            named.append(request.tier)
-        check_tiers(named, self.stack.names)
+            named = (request.tier,)
+        if named:
+            check_tiers(named, self.stack.names)
         scope = getattr(request, "scope", None)
         if scope is not None:
             for pattern in (*(scope.load_from or ()), *(scope.store_to or ())):

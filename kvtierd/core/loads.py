@@ -373,8 +373,8 @@ class Loads:
             touch(node)
             if node.source:
                 self.promotion.told(node)
-        for source, number in Counter(sources).items():
-            primary.counters[f"load_from_{source}"] += number
+        for source in set(sources):
+            primary.counters[f"load_from_{source}"] += sources.count(source)
         lease = self._lease(load.session, nodes, self._ttl, exposed=True, pinned=True) if nodes else 0
         self._stack.answer(
             load.session.number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -148,9 +149,13 @@ def test_what_one_data_parallel_rank_stored_is_a_hit_for_the_other(server: Serve
 
 
 def test_every_process_of_the_server_is_attached_with_its_rank(server: Server, rig: DaemonRig) -> None:
-    sessions = rig.status()["sessions"]
-    attached = sorted((s["role"], s["dp_rank"]) for s in sessions if s["role"] != "tool")
-    assert attached == [("scheduler", 0), ("scheduler", 1), ("worker", 0), ("worker", 1)]
+    everybody = [("scheduler", 0), ("scheduler", 1), ("worker", 0), ("worker", 1)]
+
+    def attached() -> bool:
+        sessions = rig.status()["sessions"]
+        return sorted((s["role"], s["dp_rank"]) for s in sessions if s["role"] != "tool") == everybody
+
+    wait_for(attached, f"{everybody} to be attached")
 
 
 def test_the_servers_metrics_tell_the_hits_by_tier(server: Server, rig: DaemonRig) -> None:
@@ -171,9 +176,10 @@ def test_the_server_goes_on_without_its_daemon_and_finds_it_again(server: Server
     computed, _ = server.complete(text, rank=0)
     rig.restart(crash=True)
     assert server.complete(text, rank=1)[0] == computed
-    fresh = prompt(4)
+    seeds = itertools.count(4)
 
     def found() -> bool:
+        fresh = prompt(next(seeds))  # each time: a rank finds what it computed itself without a daemon, too
         first, _ = server.complete(fresh, rank=0)
         second, cached = server.complete(fresh, rank=1)
         assert first == second

@@ -105,7 +105,7 @@ def follow(indexer: Any, daemon: LocalDaemon) -> Any:
 
 def knows(indexer: Any, made: Chain, expected: tuple[int, int]) -> None:
     """Wait until the indexer gives this prefix in (cpu, disk)."""
-    wait_for(lambda: indexer.query(made.tokens) == expected, f"the indexer to answer {expected}")
+    wait_for(lambda: indexer.query(made.tokens) == expected, f"the indexer to answer {expected}", timeout=30)
 
 
 def test_the_indexer_follows_stores_evictions_and_promotions(

@@ -42,6 +42,10 @@ def credit(made: Any, gpu: int, cpu: int, disk: int) -> int:
     return credited if credited < len(made.tokens) else len(made.tokens) - 16
 
 
+PATIENCE = 30.0
+"""Seconds: a replay that a new engine does not answer is given up after 5 and asked for again after 5."""
+
+
 def credits_truth(router: Any, pod: Any, *chains: Any) -> None:
     """Wait until the router credits every prompt as the daemon's inventory has it."""
     for made in chains:
@@ -53,9 +57,23 @@ def credits_truth(router: Any, pod: Any, *chains: Any) -> None:
             return seen == [expected]
 
         try:
-            wait_for(right, "the router")
+            wait_for(right, "the router", timeout=PATIENCE)
         except TimeoutError:
             raise AssertionError(f"the router credits {seen[0]}, not {expected}") from None
+
+
+def answers_truth(indexer: Any, tokens: Any, expected: Any) -> None:
+    """Wait until Dynamo answers this of a prompt."""
+    seen: list[Any] = []
+
+    def right() -> bool:
+        seen[:] = [indexer.tiers(tokens)]
+        return bool(seen == [expected])
+
+    try:
+        wait_for(right, "Dynamo", timeout=PATIENCE)
+    except TimeoutError:
+        raise AssertionError(f"Dynamo answers {seen[0]}, not {expected}") from None
 
 
 def agree(pod: Any, indexers: list[Any], routers: list[Any], *chains: Any) -> None:
@@ -63,7 +81,7 @@ def agree(pod: Any, indexers: list[Any], routers: list[Any], *chains: Any) -> No
     for made in chains:
         expected = pod.whole_truth(made)
         for indexer in indexers:
-            wait_for(lambda: indexer.tiers(made.tokens) == expected, f"Dynamo to answer {expected}")  # noqa: B023
+            answers_truth(indexer, made.tokens, expected)
     for router in routers:
         credits_truth(router, pod, *chains)
 

@@ -115,10 +115,10 @@ def _add_tiers(benches: Any) -> None:
         "tiers",
         help="stores and loads of a tier beside memcpy, plain files or a raw client",
         description="Store and load blocks through a tier's own workers, and in turns with that move the same"
-        " bytes by memcpy, by plain loops of pwrite and pread with as many threads in the same folder and,"
-        " for an object store, by its client alone. Every byte is compared. Figures are medians of the"
-        " rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is"
-        " up to --io.",
+        " bytes by memcpy, by plain loops of pwrite and pread (files as the tier has, in the same folder,"
+        " by as many threads, past the page cache as the tier does with this --io: the table names the way)"
+        " and, for an object store, by its client alone. Every byte is compared. Figures are medians of the"
+        " rounds. Files are read from the page cache, and with --cold also when it holds nothing of them.",
     )
     tiers.add_argument("--path", metavar="DIR", help="measure a filesystem tier in here (default: .)")
     tiers.add_argument("--url", metavar="URL", help="measure an object tier, such as s3://bucket/prefix")

@@ -17,8 +17,7 @@ from typing import Any
 from kvtierd.core.geometry import UNIT
 from kvtierd.edges.backends.fs_format import digest
 
-PIECE = 1 << 20
-"""Bytes of one system call of the plain reader and writer, as ``dd bs=1M`` has them."""
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,66 +115,6 @@ def checksum(arena: Arena) -> None:
         digest(view)
 
 
-class PlainFiles:
-    """The blocks in ordinary files, one for each writer, moved by as many threads as a tier has."""
-
-    def __init__(self, folder: Path, arena: Arena, *, writers: int, readers: int) -> None:
-        self._arena = arena
-        self._paths = [folder / f"plain-{number}" for number in range(writers)]
-        self._readers = readers
-
-    def write(self) -> None:
-        """Write all blocks into new files."""
-        sources = self._arena.sources()
-
-        def write(number: int) -> None:
-            fd = os.open(self._paths[number], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                for block in range(number, len(sources), len(self._paths)):
-                    for offset, view in self._pieces(block, sources[block]):
-                        if os.pwrite(fd, view, offset) != len(view):
-                            raise OSError("short write")
-            finally:
-                os.close(fd)
-
-        _in_threads(len(self._paths), write)
-
-    def read(self) -> None:
-        """Read all blocks back."""
-        targets = self._arena.targets()
-        fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self._paths]
-
-        def read(number: int) -> None:
-            for block in range(number, len(targets), self._readers):
-                for offset, view in self._pieces(block, targets[block]):
-                    if os.preadv(fds[block % len(fds)], [view], offset) != len(view):
-                        raise OSError("short read")
-
-        try:
-            _in_threads(self._readers, read)
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def delete(self) -> None:
-        """Delete the files."""
-        for path in self._paths:
-            path.unlink()
-
-    def _pieces(self, block: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Cut a block into pieces, each with its place in its file."""
-        at = block // len(self._paths) * len(view)
-        for start in range(0, len(view), PIECE):
-            yield at + start, view[start : start + PIECE]
-
-
-def _in_threads(count: int, act: Callable[[int], object]) -> None:
-    """Call it with each number below ``count``, in a thread each."""
-    with ThreadPoolExecutor(count) as pool:
-        for _ in pool.map(act, range(count)):
-            pass
-
-
 def drop_caches(folder: Path) -> None:
     """Write the files below a folder out and ask the kernel to forget their pages."""
     for path in folder.rglob("*"):
@@ -193,7 +132,7 @@ def fill_caches(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
-                while file.read(PIECE):
+                while file.read(_PIECE):
                     pass
 
 

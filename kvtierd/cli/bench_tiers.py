@@ -10,7 +10,7 @@ import secrets
 import shutil
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from kvtierd.cli import bench_copies as copies
 from kvtierd.cli.bench_copies import Arena, RawClient, Timing, timed
+from kvtierd.cli.bench_plain import PlainFiles
 from kvtierd.config.schema import FsTier, ObjectTier, StorageTier
 from kvtierd.core.effects import BlockAt, Delete, Read, Write
 from kvtierd.core.model import Block, BlockId, block_key
@@ -68,6 +69,8 @@ class Result:
     readers: int
     writers: int
     timings: dict[str, list[Timing]] = field(default_factory=dict)
+    policies: dict[str, str] = field(default_factory=dict)
+    """How plain files pass the page cache, by the name of what was done: as the tier's do."""
 
     def list_of(self, name: str) -> list[Timing]:
         """Return the timings of one thing."""
@@ -155,8 +158,9 @@ def measure_folder(path: Path, settings: Settings) -> list[Result]:
         raise TierError("bench", f"cannot use {path}: {error.strerror}") from None
     try:
         free = shutil.disk_usage(folder).free
-        if free < 4 * settings.total_bytes:
-            raise TierError("bench", f"{path} has {free} bytes free; needs {4 * settings.total_bytes}")
+        needed = (settings.rounds + 3) * settings.total_bytes
+        if free < needed:
+            raise TierError("bench", f"{path} has {free} bytes free; needs {needed}")
         tier = FsTier(name="bench", path=folder / "tier", max_bytes="unlimited", io=settings.io)
         place = f"{path} ({filesystem_of(folder)}, io {settings.io})"
         return [
@@ -216,40 +220,72 @@ async def _folder_rounds(
 ) -> Result:
     count = max(1, settings.total_bytes // block_bytes)
     result = Result(place, block_bytes, count, tier.readers, tier.writers)
-    with Arena(block_bytes, count) as arena:
-        plain = copies.PlainFiles(folder, arena, writers=tier.writers, readers=tier.readers)
+    with Arena(block_bytes, count) as arena, tempfile.TemporaryDirectory(dir=folder) as own:
+        plain = PlainFiles(tier, Path(own), arena)
         async with opened(tier, arena) as bench:
-            for _ in range(settings.rounds):
-                _memory(result, arena)
-                with timed(result.list_of("plain write")):
-                    plain.write()
-                with timed(result.list_of("store")):
-                    await bench.store()
-                with timed(result.list_of("plain read")):
-                    plain.read()
-                _check(arena)
-                with timed(result.list_of("load")):
-                    await bench.load()
-                _check(arena)
-                copies.fill_caches(tier.path)
-                with timed(result.list_of("load, cached")):
-                    await bench.load()
-                _check(arena)
-                if settings.cold:
-                    await _cold(result, arena, bench, folder, plain)
-                await bench.delete()
-                plain.delete()
+            pair = _Pair(result, arena, bench, plain, folder)
+            for number in range(settings.rounds):
+                await pair.round(plain_first=number % 2 == 0, cold=settings.cold)
     return result
 
 
-async def _cold(result: Result, arena: Arena, bench: Bench, folder: Path, plain: copies.PlainFiles) -> None:
-    copies.drop_caches(folder)
-    with timed(result.list_of("plain read, cold")):
-        plain.read()
-    _check(arena)
-    with timed(result.list_of("load, cold")):
-        await bench.load()
-    _check(arena)
+@dataclass(frozen=True)
+class _Pair:
+    """A filesystem tier and plain files in one folder, measured in turns; what they wrote is on the disk."""
+
+    result: Result
+    arena: Arena
+    bench: Bench
+    plain: PlainFiles
+    folder: Path
+
+    async def round(self, *, plain_first: bool, cold: bool) -> None:
+        """Store and load all blocks once in each way; who goes first changes, as the disk remembers."""
+        _memory(self.result, self.arena)
+        policy = self.plain.write_policy
+        self.result.policies |= {"plain write": policy, "plain read": self.plain.read_policy(cold=False)}
+        await _in_turn(plain_first, self._plain_write, self._store)
+        copies.fill_caches(self.folder)
+        await _in_turn(
+            plain_first,
+            lambda: self._plain_read("plain read", cold=False),
+            lambda: self._load("load, cached"),
+        )
+        if cold:
+            self.result.policies["plain read, cold"] = self.plain.read_policy(cold=True)
+            copies.drop_caches(self.folder)
+            await _in_turn(
+                plain_first,
+                lambda: self._plain_read("plain read, cold", cold=True),
+                lambda: self._load("load, cold"),
+            )
+        await self.bench.delete()
+
+    async def _plain_write(self) -> None:
+        with timed(self.result.list_of("plain write")):
+            self.plain.write()
+        copies.drop_caches(self.folder)  # or its write-back would run beside what is measured next
+
+    async def _store(self) -> None:
+        with timed(self.result.list_of("store")):
+            await self.bench.store()
+        await self._load("load")
+        copies.drop_caches(self.folder)
+
+    async def _plain_read(self, name: str, *, cold: bool) -> None:
+        with timed(self.result.list_of(name)):
+            self.plain.read(cold=cold)
+        _check(self.arena)
+
+    async def _load(self, name: str) -> None:
+        with timed(self.result.list_of(name)):
+            await self.bench.load()
+        _check(self.arena)
+
+
+async def _in_turn(in_order: bool, *acts: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    for act in acts if in_order else reversed(acts):
+        await act()
 
 
 async def _store_rounds(tier: ObjectTier, block_bytes: int, settings: Settings) -> Result:

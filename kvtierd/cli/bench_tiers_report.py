@@ -13,11 +13,16 @@ if TYPE_CHECKING:
 
 BESIDE = {
     "store": ("plain write", "raw put"),
-    "load": ("raw get",),  # plain files are in the page cache after a store, what a tier wrote need not be
+    "load": ("raw get",),  # of files just written: how much the page cache holds depends on the disk
     "load, cached": ("plain read",),
     "load, cold": ("plain read, cold",),
 }
 """What each of the tier's figures is compared with, whichever was measured."""
+
+
+def bare(result: Result, name: str) -> str | None:
+    """Return the name of what a tier's figure is compared with, if that was measured."""
+    return next((other for other in BESIDE.get(name, ()) if other in result.timings), None)
 
 
 def figures(results: Sequence[Result]) -> list[Figure]:
@@ -26,10 +31,11 @@ def figures(results: Sequence[Result]) -> list[Figure]:
     for result in results:
         kind = "object" if "raw put" in result.timings else "fs"
         case = f"{kind} {format_size(result.block_bytes)}, {result.writers}+{result.readers} workers"
-        for name, others in BESIDE.items():
+        for name in BESIDE:
             if name in result.timings:
-                bare = next((result.rate(other) for other in others if other in result.timings), 0.0)
-                found.append(Figure(f"{case}: {name}", result.rate(name), "GB/s", bare, more_is_better=True))
+                beside = bare(result, name)
+                rate = result.rate(beside) if beside else 0.0
+                found.append(Figure(f"{case}: {name}", result.rate(name), "GB/s", rate, more_is_better=True))
     return found
 
 
@@ -50,6 +56,7 @@ def details(results: Sequence[Result]) -> list[dict[str, Any]]:
                 }
                 for name, timings in result.timings.items()
             },
+            "policies": result.policies,
             "checksum_share": {name: round(result.checksum_share(name), 3) for name in ("store", "load")},
         }
         for result in results
@@ -62,7 +69,11 @@ def report(results: Sequence[Result]) -> Iterator[str]:
         blocks = f"{result.count} blocks of {format_size(result.block_bytes)}"
         rounds = len(result.timings["store"])
         yield f"{result.place}: {blocks}, {result.writers} writers, {result.readers} readers, {rounds} rounds"
-        yield f"  {'':<18}{'GB/s':>8}{'CPU-s/GiB':>12}{'of it checksum':>17}"
+        yield f"  {'':<18}{'GB/s':>8}{'CPU-s/GiB':>12}{'of it checksum':>17}{'ratio':>9}  plain files by"
         for name in result.timings:
             share = f"{result.checksum_share(name):.0%}" if name == "store" or name.startswith("load") else ""
-            yield f"  {name:<18}{result.rate(name):>8.2f}{result.cpu(name):>12.2f}{share:>17}".rstrip()
+            line = f"  {name:<18}{result.rate(name):>8.2f}{result.cpu(name):>12.2f}{share:>17}"
+            ratio = (
+                f"{result.rate(name) / result.rate(beside):.2f}x" if (beside := bare(result, name)) else ""
+            )
+            yield f"{line}{ratio:>9}  {result.policies.get(name, '')}".rstrip()

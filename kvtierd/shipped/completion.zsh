@@ -43,7 +43,7 @@ _shtab_kvtierd_bench_commands() {
     pool:'Store 16 blocks (prepare, copy, commit; and evict, so that the next is a store again) and load them through the client, and in turns with that copy the same bytes in memory.'
     rpc:'Time verbs of the blocking client, and in turns with them a bare uvloop server that answers as many bytes with as many over the same kind of socket. The daemon is one of its own on a temporary folder unless --socket names one; there nothing is stored and only misses are looked up. The client has a core of its own, as in a pod; a round trip on one core takes a quarter of it.'
     scale:'Fill the core (no socket, bytes or token ids) and time lookups of 1,024 keys and stores that have to evict. Ratios are to the first size.'
-    tiers:'Store and load blocks through a tier'"'"'s own workers, and in turns with that move the same bytes by memcpy, by plain loops of pwrite and pread with as many threads in the same folder and, for an object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Plain files are read from the page cache unless --cold is given; whether the tier is, is up to --io.'
+    tiers:'Store and load blocks through a tier'"'"'s own workers, and in turns with that move the same bytes by memcpy, by plain loops of pwrite and pread (files as the tier has, in the same folder, by as many threads, past the page cache as the tier does with this --io: the table names the way) and, for an object store, by its client alone. Every byte is compared. Figures are medians of the rounds. Files are read from the page cache, and with --cold also when it holds nothing of them.'
   )
   _describe 'kvtierd bench commands' _commands
 }

@@ -278,10 +278,34 @@ def test_bench_tiers_measures_a_folder_beside_plain_files_and_leaves_nothing(tmp
             for figure in result["figures"].values()
         )
         assert result["checksum_share"]["store"] > 0
+        assert set(result["policies"]) == {"plain write", "plain read", "plain read, cold"}
     assert list(tmp_path.iterdir()) == []
     shown = tool("bench", "tiers", *arguments, "--block-bytes", "64KiB").splitlines()
     assert shown[0].startswith(f"{tmp_path} (")
     assert shown[0].endswith("32 blocks of 64KiB, 2 writers, 4 readers, 2 rounds")
+
+
+def test_plain_files_of_the_bench_pass_the_page_cache_as_the_tier_is_told_to(tmp_path):
+    from kvtierd.cli.bench_copies import Arena
+    from kvtierd.cli.bench_plain import PlainFiles
+    from kvtierd.config.schema import FsTier
+
+    for size in (5000, 600_000):  # packed by the tier, and a file each
+        with Arena(size, 5) as arena:
+            for io in ("auto", "direct", "buffered"):
+                own = tmp_path / f"{size}-{io}"
+                own.mkdir()
+                tier = FsTier(name="bench", path=own, max_bytes="unlimited", io=io, fsync="data")
+                plain = PlainFiles(tier, own, arena)
+                assert plain.write_policy.endswith(", fdatasync")
+                assert plain.write_policy.startswith("page cache") == (
+                    io == "buffered" or (io == "direct" and plain.read_policy(cold=False) == "page cache")
+                )
+                for cold in (False, True):
+                    plain.write()
+                    plain.read(cold=cold)
+                    assert arena.wrong() == 0
+                assert io != "buffered" or plain.read_policy(cold=True) == "page cache"
 
 
 def test_bench_tiers_says_when_a_folder_cannot_be_used(tmp_path):

@@ -31,7 +31,7 @@ Part = bytes | bytearray | memoryview
 
 ALIGN = 4096
 _SCRATCH = 1 << 20
-_RWF_DONTCACHE = 0x80
+RWF_DONTCACHE = 0x80
 _SYS_CACHESTAT = 451  # the same on all architectures
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _ZEROES = bytes(ALIGN)
@@ -108,7 +108,7 @@ class Io:
         os.pwritev(fd, [page, page], 0)
         self.punches = _works(lambda: punch(fd, 0, ALIGN))
         self.cachestat = self.mode == "auto" and cached_pages(fd, 0, ALIGN) is not None
-        self.dontcache = self.mode == "auto" and _works(lambda: os.pwritev(fd, [page], 0, _RWF_DONTCACHE))
+        self.dontcache = self.mode == "auto" and _works(lambda: os.pwritev(fd, [page], 0, RWF_DONTCACHE))
         if self.mode != "buffered":
             file = File(fd)
             self.direct = _works(lambda: self._probe_direct(file, page))
@@ -222,12 +222,12 @@ def _works(call: Callable[[], object]) -> bool:
 
 
 def _write_through(fd: int, vector: Sequence[Part], offset: int) -> int:
-    return os.pwritev(fd, vector, offset, _RWF_DONTCACHE)
+    return os.pwritev(fd, vector, offset, RWF_DONTCACHE)
 
 
 def _read_through(fd: int, vector: Sequence[Part], offset: int) -> int:
     """Read what is cached from the cache, and leave nothing more there."""
-    return os.preadv(fd, vector, offset, _RWF_DONTCACHE)
+    return os.preadv(fd, vector, offset, RWF_DONTCACHE)
 
 
 def _move_all(

@@ -23,7 +23,7 @@ from typing import Any
 from kvtierd.client import BlockKey, Client, Group, Layout, Scope, Session
 from kvtierd.testing.clock import wait_for
 from kvtierd.testing.consumer import ReferenceConsumer, residencies
-from kvtierd.testing.local_daemon import LocalDaemon
+from kvtierd.testing.local_daemon import LocalDaemon, is_idle
 from kvtierd.testing.on_disk import Copy, copies
 from kvtierd.testing.workload import Chain, WorkBlock, payload
 from kvtierd.wire.kvevents import BlockRemoved, BlockStored, EventBatch
@@ -329,10 +329,7 @@ class DaemonRig:
 
     def _idle(self) -> dict[str, Any] | None:
         status = self.status()
-        below = status["tiers"][1:]
-        waiting = any(tier["wanted"] or tier["scanning"] for tier in below)
-        waiting = waiting or status["events"]["journal"]["holding"]
-        return None if status["operations"] or status["loads_waiting"] or waiting else status
+        return status if is_idle(status) else None
 
     def agree(self, *others: Router) -> None:
         """Check that what the router (and every other one given) folded is what the daemon has.

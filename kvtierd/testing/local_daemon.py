@@ -32,6 +32,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def is_idle(status: dict[str, Any]) -> bool:
+    """Whether a daemon's status is that of a quiet point: nothing under way, all it has known and told.
+
+    A daemon that was just started takes engines before it has indexed its disk: until then its inventory
+    grows.
+    """
+    below = status["tiers"][1:]
+    waiting = any(tier["wanted"] or tier["scanning"] for tier in below)
+    waiting = waiting or status["events"]["journal"]["holding"]
+    return not (status["operations"] or status["loads_waiting"] or waiting)
+
+
 @contextlib.contextmanager
 def short_folder(purpose: str) -> Iterator[Path]:
     """Give a temporary folder short enough for the path of a Unix socket, and remove it at the end."""

@@ -23,13 +23,15 @@ import pytest
 
 from kvtierd.client import BlockKey, Client, Group, Layout, Session
 from kvtierd.testing.clock import wait_for
-from kvtierd.testing.local_daemon import LocalDaemon, free_port, short_folder
+from kvtierd.testing.local_daemon import LocalDaemon, free_port, is_idle, short_folder
 from kvtierd.testing.workload import Chain, WorkBlock, payload
 
 ROOT = Path(__file__).parents[2]
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CREDIT = re.compile(r"credited_prefix_tokens=(\d+)")
 NUMBER = re.compile(r"sequence advanced source=\S+ rank=(\d+) seq=(\d+)")
+PATIENCE = 30.0
+"""Seconds for a router to follow: on a busy machine a heartbeat, a replay and a lost replay take some."""
 
 
 class DynamoIndexer:
@@ -49,7 +51,7 @@ class DynamoIndexer:
 
     def wait_ready(self) -> None:
         """Wait until it answers; fails with its log when it ended instead."""
-        wait_for(self._healthy, "the indexer to answer", timeout=30)
+        wait_for(self._healthy, "the indexer to answer", timeout=PATIENCE)
 
     def _healthy(self) -> bool:
         if self._process.poll() is not None:
@@ -103,7 +105,7 @@ class DynamoIndexer:
             self._url + path, data=data, method=method, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -163,13 +165,13 @@ class VllmRouter:
 
     def wait_ready(self) -> None:
         """Wait until it answers and subscribed; fails with its log when it ended instead."""
-        wait_for(self._healthy, "the router to answer", timeout=30)
+        wait_for(self._healthy, "the router to answer", timeout=PATIENCE)
 
     def _healthy(self) -> bool:
         if self._process.poll() is not None:
             pytest.fail(f"the router ended with {self._process.returncode}:\n{self.log.read_text()}")
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=PATIENCE) as answer:
                 return answer.status == 200 and "kv_index subscriber for" in self.log.read_text()
         except OSError:
             return False
@@ -181,10 +183,12 @@ class VllmRouter:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/v1/completions", body, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             answer.read()
         found = wait_for(
-            lambda: CREDIT.findall(self.text()[before:]), "the router to log what it credits", timeout=5
+            lambda: CREDIT.findall(self.text()[before:]),
+            "the router to log what it credits",
+            timeout=PATIENCE,
         )
         return int(found[-1])
 
@@ -247,8 +251,13 @@ class Pod:
     def start(self) -> None:
         """Start the daemon and attach."""
         self.daemon.start()
+        self.settle()
         self.session = self._stack.enter_context(self.attached())
         self.ends = json.loads((self.daemon.folder / "run" / "events.json").read_text())
+
+    def settle(self) -> None:
+        """Wait for a quiet point: until then what the inventory says is not the last word."""
+        wait_for(lambda: is_idle(self.daemon_status()), "the daemon to be idle", timeout=PATIENCE)
 
     def stop(self) -> int | None:
         """Detach and stop the daemon; returns its exit code."""
@@ -274,7 +283,7 @@ class Pod:
         for key, view in zip(job.keys, job.views(), strict=True):
             view[:] = payload(key, self.block)
         assert list(job.commit()) == keys
-        wait_for(lambda: set(keys) <= self.resident("disk"), "the blocks to be on disk")
+        wait_for(lambda: set(keys) <= self.resident("disk"), "the blocks to be on disk", timeout=PATIENCE)
 
     def load(self, blocks: list[WorkBlock]) -> None:
         """Load blocks and check their bytes."""

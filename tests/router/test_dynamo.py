@@ -15,8 +15,10 @@ import pytest
 
 from kvtierd.client import BlockKey, Client, Group, Layout, Session
 from kvtierd.testing.clock import wait_for
-from kvtierd.testing.local_daemon import LocalDaemon, short_folder
+from kvtierd.testing.local_daemon import LocalDaemon, is_idle, short_folder
 from kvtierd.testing.workload import Chain, WorkBlock, payload
+
+from .conftest import PATIENCE
 
 pytestmark = [pytest.mark.router, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -70,7 +72,9 @@ def store(session: Session, blocks: list[WorkBlock]) -> None:
     for key, view in zip(job.keys, job.views(), strict=True):
         view[:] = payload(key, BLOCK)
     assert list(job.commit()) == keys(blocks)
-    wait_for(lambda: set(keys(blocks)) <= resident(session, "disk"), "the blocks to be on disk")
+    wait_for(
+        lambda: set(keys(blocks)) <= resident(session, "disk"), "the blocks to be on disk", timeout=PATIENCE
+    )
 
 
 def load(session: Session, blocks: list[WorkBlock]) -> list[str]:
@@ -105,7 +109,9 @@ def follow(indexer: Any, daemon: LocalDaemon) -> Any:
 
 def knows(indexer: Any, made: Chain, expected: tuple[int, int]) -> None:
     """Wait until the indexer gives this prefix in (cpu, disk)."""
-    wait_for(lambda: indexer.query(made.tokens) == expected, f"the indexer to answer {expected}", timeout=30)
+    wait_for(
+        lambda: indexer.query(made.tokens) == expected, f"the indexer to answer {expected}", timeout=PATIENCE
+    )
 
 
 def test_the_indexer_follows_stores_evictions_and_promotions(
@@ -178,6 +184,8 @@ def test_the_indexer_follows_a_daemon_through_its_restart(
     assert daemon.stop() == 0
     knows(indexer, first, (0, 96))
     daemon.start()
+    with Client(daemon.socket, deadline=5.0) as client:  # it takes engines before the disk is indexed
+        wait_for(lambda: is_idle(client.status()), "the disk to be indexed", timeout=PATIENCE)
     with attached(daemon) as session:
         assert truth(session, first) == (0, 96)
         knows(indexer, first, (0, 96))

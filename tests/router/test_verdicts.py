@@ -15,6 +15,8 @@ from kvtierd.testing.fake_publisher import FakePublisher
 from kvtierd.testing.local_daemon import free_port
 from kvtierd.wire.kvevents import BlockStored
 
+from .conftest import PATIENCE
+
 pytestmark = [pytest.mark.router, pytest.mark.slow, pytest.mark.timeout(120)]
 
 VECTORS = json.loads((Path(__file__).parents[1] / "golden" / "router_verdicts.json").read_text())["vectors"]
@@ -38,6 +40,6 @@ def test_dynamo_makes_of_every_recorded_batch_what_it_did(start_indexer: Callabl
                 publishers[instance].publish()  # whoever joined late asks for what it missed
                 return bool(indexer.tiers(MARK.token_ids, instance=instance)[0])
 
-            wait_for(marked, f"{vector['name']} to be taken", poll=0.05)
+            wait_for(marked, f"{vector['name']} to be taken", timeout=PATIENCE, poll=0.05)
             found = indexer.tiers(vector["query_tokens"], instance=instance)
             assert list(found) == (vector["dynamo"]["tokens"] or [0, 0, 0]), vector["name"]

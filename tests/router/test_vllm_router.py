@@ -19,6 +19,8 @@ from kvtierd.testing.local_daemon import free_port
 from kvtierd.testing.lossy_proxy import LossyProxy
 from kvtierd.wire.kvevents import BlockRemoved, BlockStored
 
+from .conftest import PATIENCE
+
 pytestmark = [pytest.mark.router, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
@@ -42,10 +44,6 @@ def credit(made: Any, gpu: int, cpu: int, disk: int) -> int:
     return credited if credited < len(made.tokens) else len(made.tokens) - 16
 
 
-PATIENCE = 30.0
-"""Seconds: a replay that a new engine does not answer is given up after 5 and asked for again after 5."""
-
-
 def credits_truth(router: Any, pod: Any, *chains: Any) -> None:
     """Wait until the router credits every prompt as the daemon's inventory has it."""
     for made in chains:
@@ -62,13 +60,13 @@ def credits_truth(router: Any, pod: Any, *chains: Any) -> None:
             raise AssertionError(f"the router credits {seen[0]}, not {expected}") from None
 
 
-def answers_truth(indexer: Any, tokens: Any, expected: Any) -> None:
-    """Wait until Dynamo answers this of a prompt."""
-    seen: list[Any] = []
+def dynamo_answers(indexer: Any, tokens: Any, expected: tuple[int, int, int]) -> None:
+    """Wait until Dynamo gives this prefix in (GPU, CPU or above, disk or above)."""
+    seen: list[tuple[int, int, int]] = []
 
     def right() -> bool:
         seen[:] = [indexer.tiers(tokens)]
-        return bool(seen == [expected])
+        return seen == [expected]
 
     try:
         wait_for(right, "Dynamo", timeout=PATIENCE)
@@ -77,11 +75,12 @@ def answers_truth(indexer: Any, tokens: Any, expected: Any) -> None:
 
 
 def agree(pod: Any, indexers: list[Any], routers: list[Any], *chains: Any) -> None:
-    """Wait until everybody believes what the daemon's inventory says of every prompt."""
+    """Wait until everybody believes what the daemon's inventory says of every prompt at a quiet point."""
+    pod.settle()
     for made in chains:
         expected = pod.whole_truth(made)
         for indexer in indexers:
-            answers_truth(indexer, made.tokens, expected)
+            dynamo_answers(indexer, made.tokens, expected)
     for router in routers:
         credits_truth(router, pod, *chains)
 

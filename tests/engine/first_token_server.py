@@ -1,8 +1,8 @@
 """A real engine that answers one prompt at a time and says how long its first token took.
 
 ``PYTHONPATH=<repo> <vllm python> first_token_server.py MODEL SOCKET|- SEED``; without a socket it is plain.
-Each line on standard input is a number of prompts; the answer is a JSON list of milliseconds. No two prompts
-share a block. Driven by ``test_first_token.py``, which lets two of these take turns.
+Each line on standard input is a number of prompts and the blocks of each; the answer is a JSON list of
+milliseconds. No two prompts share a block. Driven by ``test_first_token.py``, which lets two of these take turns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from engine_rig import BLOCK, engine, stop
 from tiny_model import VOCABULARY
 from vllm import SamplingParams
 
-PROMPT = 16 * BLOCK + 1
-OPTIONS = {"num_gpu_blocks_override": 600, "max_model_len": 1024, "max_num_batched_tokens": 1024}
+OPTIONS = {"num_gpu_blocks_override": 600, "max_model_len": 2048, "max_num_batched_tokens": 2048}
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
-def first_token(llm, rng):
+def first_token(llm, rng, blocks):
     """Milliseconds to the first token of a prompt that nobody has seen."""
-    prompt = {"prompt_token_ids": [rng.randrange(3, VOCABULARY) for _ in range(PROMPT)]}
+    tokens = [rng.randrange(3, VOCABULARY) for _ in range(blocks * BLOCK + 1)]
+    prompt = {"prompt_token_ids": tokens}
     began = time.perf_counter()
     llm.generate([prompt], ONE, use_tqdm=False)
     return (time.perf_counter() - began) * 1e3
@@ -46,8 +46,9 @@ def main():
     rng = random.Random(int(seed))
     for line in sys.stdin:
         taken = []
-        for _ in range(int(line)):
-            taken.append(first_token(llm, rng))
+        count, blocks = map(int, line.split())
+        for _ in range(count):
+            taken.append(first_token(llm, rng, blocks))
             finish(llm)
         print(json.dumps(taken), file=out, flush=True)
     stop(llm)

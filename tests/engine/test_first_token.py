@@ -26,7 +26,8 @@ from .conftest import HERE, ROOT, find_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TURNS, PROMPTS = 250, 1
+TURNS = {16: 200, 60: 80}
+"""Turns of one prompt each, by the blocks of a prompt."""
 WARM_UP = 20
 
 MOST_MS = 1.5
@@ -46,11 +47,11 @@ class Engine:
             text=True,
         )
 
-    def first_tokens(self, count: int) -> list[float]:
-        """Milliseconds to the first token of so many new prompts, one after another."""
+    def first_tokens(self, count: int, blocks: int) -> list[float]:
+        """Milliseconds to the first token of so many new prompts of so many blocks, one after another."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.write(f"{count} {blocks}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, Path(self._log.name).read_text()[-3000:]
@@ -64,8 +65,8 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def first_tokens(tmp_path_factory: pytest.TempPathFactory, run_script: Any) -> dict[str, float]:
-    """Both engines' figures in milliseconds; printed, so that a run with ``-s`` shows them."""
+def first_tokens(tmp_path_factory: pytest.TempPathFactory, run_script: Any) -> dict[int, dict[str, float]]:
+    """Figures of both engines by the blocks of a prompt; printed, so that a run with ``-s`` shows them."""
     at = places()
     if not at.apart:
         pytest.skip("NOT MEASURED: engine and daemon would share the only core")
@@ -81,21 +82,24 @@ def first_tokens(tmp_path_factory: pytest.TempPathFactory, run_script: Any) -> d
             engines["plain"] = Engine(model, "", core, folder / "plain.log")
             engines["kept"] = Engine(model, daemon.socket, core, folder / "kept.log")
         for engine in engines.values():
-            engine.first_tokens(WARM_UP)
-        turns = [take_turns(engines, number % 2 == 0) for number in range(TURNS)]
+            engine.first_tokens(WARM_UP, 16)
+        turns = {
+            blocks: [take_turns(engines, blocks, number % 2 == 0) for number in range(count)]
+            for blocks, count in TURNS.items()
+        }
     finally:
         for engine in engines.values():
             engine.stop()
         daemon.stop()
-    seen = judge(turns)
+    seen = {blocks: judge(taken) for blocks, taken in turns.items()}
     print(json.dumps(seen, indent=1))
     return seen
 
 
-def take_turns(engines: dict[str, Engine], forwards: bool) -> dict[str, list[float]]:
-    """A few prompts for each engine; who begins changes."""
+def take_turns(engines: dict[str, Engine], blocks: int, forwards: bool) -> dict[str, list[float]]:
+    """A prompt for each engine; who begins changes."""
     names = list(engines) if forwards else list(engines)[::-1]
-    return {name: engines[name].first_tokens(PROMPTS) for name in names}
+    return {name: engines[name].first_tokens(1, blocks) for name in names}
 
 
 def judge(turns: list[dict[str, list[float]]]) -> dict[str, float]:
@@ -119,6 +123,7 @@ def test_the_first_token_of_a_request_without_a_hit_is_hardly_later(first_tokens
     """The goal is 0.2 ms or 1 %; asserted is what holds on a busy machine, too.
 
     With a wait for the daemon's answer it was 1.9 ms on a busy machine, without it 0.5 to 0.8 ms;
-    vLLM's own offloading connector with a manager that does nothing takes 0.2 of them.
+    vLLM's own offloading connector with a manager that does nothing takes 0.2 of them. It grows with the
+    prompt, since each block is named and reserved: 6 % of the time, of this model of two small layers.
     """
-    assert first_tokens["added_undisturbed"] < MOST_MS, first_tokens
+    assert first_tokens[16]["added_undisturbed"] < MOST_MS, first_tokens

@@ -56,6 +56,7 @@ class Stats:
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._seen: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._connected = -1
+        self._glimpse: tuple[float, ...] = ()
 
     def bind(self, pipeline: Any, identity: Identity) -> None:
         """Report what this pipeline counts, too."""
@@ -83,9 +84,13 @@ class Stats:
         """Return vLLM's stats since the last call, ``None`` when nothing happened."""
         if self._pipeline is None:
             return None
+        pipeline, connected = self._pipeline, int(self._pipeline.session.connected)
+        glimpse = (pipeline.round_trips, pipeline.waited, pipeline.misses.total(), connected)
+        if glimpse == self._glimpse and not self._counts:
+            return None  # asked in every step: most of them change nothing
+        self._glimpse = glimpse
         counts, self._counts = self._counts, Counter()
         self._add_pipeline(counts)
-        connected = int(self._pipeline.session.connected)
         if not counts and connected == self._connected:
             return None
         stats = OffloadingConnectorStats()

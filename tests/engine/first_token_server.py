@@ -2,7 +2,8 @@
 
 ``PYTHONPATH=<repo> <vllm python> first_token_server.py MODEL SOCKET|- SEED``; without a socket it is plain.
 Each line on standard input is a number of prompts and the blocks of each; the answer is a JSON list of
-milliseconds. No two prompts share a block. Driven by ``test_first_token.py``, which lets two of these take turns.
+milliseconds. No two prompts share a block. Driven by ``test_first_token.py``, which lets two of these take
+turns.
 """
 
 from __future__ import annotations

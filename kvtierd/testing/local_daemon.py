@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -25,11 +26,26 @@ STOP_SECONDS = 15.0
 START_SECONDS = 30.0
 
 
+_PORTS = range(10_000, 32_768)
+"""Below those that Linux gives to outgoing connections, which could take a port before its server does."""
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a loopback port that was free a moment ago, and that nobody got from here before.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    for _ in range(100):
+        port = _PORTS[secrets.randbelow(len(_PORTS))]  # not of tests' seeds: runs beside each other differ
+        if port in _given:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            _given.add(port)
+            return port
+    raise Unavailable(f"no free port of 127.0.0.1 from {_PORTS.start} to {_PORTS.stop - 1} in 100 tries")
 
 
 def is_idle(status: dict[str, Any]) -> bool:

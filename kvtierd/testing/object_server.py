@@ -7,11 +7,9 @@ takes 16 s to stop when asked, so it is killed. What it stores is gone with its 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvtierd.errors import Unavailable
 from kvtierd.testing.clock import wait_for
+from kvtierd.testing.local_daemon import free_port
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -40,21 +39,12 @@ def find_weed(*folders: Path) -> Path | None:
     return Path(found) if found is not None else None
 
 
-def free_ports(count: int) -> list[int]:
-    """Return loopback ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 class ObjectServer:
     """One running server; a context manager that kills it. ``folder`` is short: Unix sockets lie in it."""
 
     def __init__(self, weed: Path, folder: Path) -> None:
         self._folder = folder
-        self._ports = free_ports(2 * len(_ROLES))
+        self._ports = [free_port() for _ in range(2 * len(_ROLES))]
         self.port = self._ports[2 * _ROLES.index("s3")]
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._log = folder / "weed.log"

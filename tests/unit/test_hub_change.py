@@ -10,18 +10,13 @@ from kvtierd.errors import ConfigError
 from kvtierd.testing.clock import until
 from kvtierd.testing.consumer import ReferenceConsumer
 from kvtierd.testing.hub_rig import DISK, TCP, event, folded, gone, of, run, serving
+from kvtierd.testing.local_daemon import free_port
 
 
 def audience(index, **settings):
     return Audience.model_validate(
         {"name": f"a{index}", "bind": TCP, "replay": TCP, **settings}, strict=False
     )
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def events_with(*audiences):

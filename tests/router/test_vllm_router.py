@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,34 +45,25 @@ def credit(made: Any, gpu: int, cpu: int, disk: int) -> int:
     return credited if credited < len(made.tokens) else len(made.tokens) - 16
 
 
+def comes_to(ask: Callable[[], Any], expected: Any, who: str) -> None:
+    """Wait until a router says this."""
+    seen: list[Any] = []
+
+    def right() -> bool:
+        seen[:] = [ask()]
+        return bool(seen == [expected])
+
+    try:
+        wait_for(right, who, timeout=PATIENCE)
+    except TimeoutError:
+        raise AssertionError(f"{who} says {seen[0]}, not {expected}") from None
+
+
 def credits_truth(router: Any, pod: Any, *chains: Any) -> None:
     """Wait until the router credits every prompt as the daemon's inventory has it."""
     for made in chains:
         expected = credit(made, *pod.whole_truth(made))
-        seen: list[int] = []
-
-        def right(tokens: Any = made.tokens, expected: int = expected, seen: list[int] = seen) -> bool:
-            seen[:] = [router.credited(tokens)]
-            return seen == [expected]
-
-        try:
-            wait_for(right, "the router", timeout=PATIENCE)
-        except TimeoutError:
-            raise AssertionError(f"the router credits {seen[0]}, not {expected}") from None
-
-
-def dynamo_answers(indexer: Any, tokens: Any, expected: tuple[int, int, int]) -> None:
-    """Wait until Dynamo gives this prefix in (GPU, CPU or above, disk or above)."""
-    seen: list[tuple[int, int, int]] = []
-
-    def right() -> bool:
-        seen[:] = [indexer.tiers(tokens)]
-        return seen == [expected]
-
-    try:
-        wait_for(right, "Dynamo", timeout=PATIENCE)
-    except TimeoutError:
-        raise AssertionError(f"Dynamo answers {seen[0]}, not {expected}") from None
+        comes_to(partial(router.credited, made.tokens), expected, "the router")
 
 
 def agree(pod: Any, indexers: list[Any], routers: list[Any], *chains: Any) -> None:
@@ -80,7 +72,7 @@ def agree(pod: Any, indexers: list[Any], routers: list[Any], *chains: Any) -> No
     for made in chains:
         expected = pod.whole_truth(made)
         for indexer in indexers:
-            dynamo_answers(indexer, made.tokens, expected)
+            comes_to(partial(indexer.tiers, made.tokens), expected, "Dynamo")
     for router in routers:
         credits_truth(router, pod, *chains)
 

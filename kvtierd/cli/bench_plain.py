@@ -27,7 +27,7 @@ class PlainFiles:
     filesystem, found out by the same probe as the tier's.
 
     The loop gets what suits it best: a folder for each thread, so that they don't wait for one folder's
-    lock, and nothing is deleted before the end, as ext4 looks long for inodes that were not freed just now.
+    lock, and nothing is deleted before the end: files were made slowly where many had just been deleted.
     """
 
     def __init__(self, tier: FsTier, folder: Path, arena: Arena) -> None:

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import BlockAt, Write
-from kvtierd.core.model import BlockId, BlockKey, Departure, block_ids
-from kvtierd.core.residency import Node, State, root_first
+from kvtierd.core.model import BlockId, BlockKey, Departure, State, block_ids
+from kvtierd.core.residency import Node, root_first
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.core.tier import PoolSpace, SecondaryTier

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtierd.core.effects import LookedUp
-from kvtierd.core.model import BlockKey, KeyState
-from kvtierd.core.residency import State
+from kvtierd.core.model import BlockKey, KeyState, State
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Lookup
 from kvtierd.core.tier import PoolSpace
@@ -34,7 +33,7 @@ def glance(stack: Stack, namespace: str, request: Lookup) -> LookedUp | None:
 
 def all_resident(space: PoolSpace, keys: Sequence[BlockKey]) -> bool:
     """Whether everybody can see all of these in the pool, and none came up without being counted yet."""
-    if space.unread and not space.unread.isdisjoint(keys):
+    if space.unread and not space.unread.keys().isdisjoint(keys):
         return False
     try:
         states = [node.state for node in map(space.index.get, keys)]  # type: ignore[union-attr]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Counters, Placed, PoolState
-from kvtierd.core.model import BlockKey
-from kvtierd.core.residency import Node, State
+from kvtierd.core.model import BlockKey, State
+from kvtierd.core.residency import Node
 from kvtierd.core.sessions import Job, Lease, Session
 
 
@@ -96,7 +96,7 @@ def _job(job: Job, now: float) -> HandedJob:
         blocks=blocks,
         store_to=job.store_to,
         failed=list(job.failed),
-        gone=[node.slot for node in job.nodes.values() if node.gone],
+        gone=[node.slot for node in job.nodes.values() if node.state is State.GONE],
     )
 
 
@@ -139,7 +139,7 @@ def _resume_job(ladder: Ladder, job: HandedJob, nodes: dict[int, Node], now: flo
         node = Node(block, State.RESERVED, slot=slot, generation=generation)
         node.pins = 1
         if slot in job.gone:
-            node.gone = True
+            node.state = State.GONE
             space.leaving.add(node)
         else:
             space.blocks.add(node)

@@ -12,9 +12,9 @@ from zlib import crc32
 
 from kvtierd.core.holdings import Holdings
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.model import Departure
+from kvtierd.core.model import Departure, State
 from kvtierd.core.presence import FULL
-from kvtierd.core.residency import Link, Node, ResidentSet, State
+from kvtierd.core.residency import Link, Node, ResidentSet
 from kvtierd.core.sessions import Job, Lease
 from kvtierd.core.statistics import visible_blocks
 from kvtierd.core.tier import PoolSpace, SecondaryTier
@@ -120,16 +120,19 @@ def _check_slots(space: PoolSpace) -> None:
     _require(used == known, f"slots do not add up: {used - known} twice or unknown, {known - used} lost")
     loading = sum(node.state is State.LOADING for node in (*space.blocks, *space.leaving))
     _require(space.promoting >= loading, f"{loading} slots are loading, {space.promoting} counted")
-    sourced = {node.block.key for node in space.blocks if node.source}
-    _require(space.unread == sourced, f"{len(sourced)} blocks have a source, {len(space.unread)} are unread")
+    strangers = space.unread.keys() - space.index.keys()
+    _require(not strangers, f"{len(strangers)} blocks are unread that are not there")
+    loading_keys = {node.block.key for node in space.blocks if node.state is State.LOADING}
+    _require(loading_keys <= space.unread.keys(), "nobody knows where a block is being promoted from")
     for node in space.leaving:
-        _require(node.gone and node.pins > 0, f"a leaving node must be gone and pinned: {node}")
+        held = node.state is State.GONE and node.pins > 0
+        _require(held, f"a leaving node must be gone and pinned: {node}")
 
 
 def _check_set(blocks: ResidentSet) -> None:
     children: Counter[tuple[str, Link | None]] = Counter()
     for node in blocks:
-        _require(not node.gone, f"a node of the set is marked gone: {node}")
+        _require(node.state is not State.GONE, f"a node of the set is marked gone: {node}")
         children[node.block.namespace, node.parent] += 1
     owned = set()
     for node in blocks:

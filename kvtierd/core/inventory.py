@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 from kvtierd.core.effects import InventoryEntry, InventoryPage, SurveyEntry
-from kvtierd.core.model import event_hash
-from kvtierd.core.residency import Node, ResidentSet, State
+from kvtierd.core.model import State, event_hash
+from kvtierd.core.residency import Node, ResidentSet
 from kvtierd.core.sessions import Session
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Inventory
@@ -107,7 +107,7 @@ def _entry(spec: TierSpec, node: Node) -> InventoryEntry:
 def _residencies(tier: str, blocks: ResidentSet, slot_bytes: int = 0) -> Iterator[SurveyEntry]:
     nodes: list[Node] = list(blocks)
     for node in nodes:
-        if node.state is State.RESIDENT and not node.gone:
+        if node.state is State.RESIDENT:
             block = node.block
             namespace, key = block.namespace, block.key
             hashes = block.hashes if block.hashes != (event_hash(key),) else ()

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
 from kvtierd.core.glance import all_resident
-from kvtierd.core.model import BlockId, BlockKey, KeyState, Scope, block_ids, group_of
+from kvtierd.core.model import BlockId, BlockKey, KeyState, Scope, State, block_ids, group_of
 from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion, Readable
-from kvtierd.core.residency import Node, State
+from kvtierd.core.residency import Node
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Lease, Session, Sessions
 from kvtierd.core.stack import Operation, Stack
@@ -89,7 +89,7 @@ class Loads:
             if COLD in states[:prefix]:
                 self._promote(space, ids, prefix, states, scope, counted=counted)
             if PENDING in states:
-                sources = [_source(space.blocks.get(block_id)) for block_id in ids[:prefix]]
+                sources = [_source(space, key) for key in request.keys[:prefix]]
         lease, nodes = None, self._held(space, ids, states, request) if request.lease is not None else []
         if request.lease is not None and nodes:
             lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
@@ -136,7 +136,7 @@ class Loads:
         ``below`` counts what each tier has of them, ``fresh`` gets the HITs that were promoted and not used
         yet.
         """
-        find, sizes = space.index.get, space.geometry.payload_bytes
+        find, sizes, unread = space.index.get, space.geometry.payload_bytes, space.unread
         only = sizes[0] if len(sizes) == 1 else 0
         states = []
         for key in keys:
@@ -158,7 +158,7 @@ class Loads:
                     place.tier.counters["declined_slow"] += 1
             elif node.state is RESIDENT:
                 state = HIT
-                if node.source:
+                if unread and key in unread:
                     fresh.append(node)
             elif node.state is LOADING:
                 state = PENDING
@@ -242,8 +242,9 @@ class Loads:
         for place in below:
             if place.cold and not looks:
                 place.tier.counters["lookup_hits"] += place.cold
-        for node in fresh:  # no source any more: the request names the key twice
-            tier = self._stack.by_name.get(node.source, self._stack.primary)
+        for node in fresh:
+            source = self._stack.primary.space_of(node).unread.get(node.block.key)
+            tier = self._stack.by_name[source] if source else self._stack.primary  # named twice: told already
             tier.counters["lookup_hits"] += 1
             self.promotion.told(node)
         return True
@@ -293,7 +294,7 @@ class Loads:
                 self.promotion.claim(node)
             load.nodes.append(node)
             if node.state is LOADING:
-                load.sources.append(node.source)
+                load.sources.append(space.unread[node.block.key])
                 self._waiters.setdefault(node, []).append(load.number)
             else:
                 load.sources.append(primary)
@@ -322,7 +323,7 @@ class Loads:
     def _settled(load: Waiting) -> bool:
         """Whether no better answer can come: a leading node failed, or all are there."""
         for node in load.nodes:
-            if node.gone:
+            if node.state is State.GONE:
                 return True
             if node.state is LOADING:
                 return False
@@ -344,7 +345,7 @@ class Loads:
     def cancelled(self) -> None:
         """Answer loads whose blocks a reset took away."""
         self._touched.update(
-            number for number, load in self.waiting.items() if any(n.gone for n in load.nodes)
+            number for number, load in self.waiting.items() if any(n.state is State.GONE for n in load.nodes)
         )
         self._answer_settled()
 
@@ -365,13 +366,13 @@ class Loads:
         self.waiting.pop(load.number, None)
         self._unfilled.discard(load.number)
         primary = self._stack.primary
-        count = _leading([node.state is RESIDENT and not node.gone for node in load.nodes])
+        count = _leading([node.state is RESIDENT for node in load.nodes])
         nodes, sources = load.nodes[:count], load.sources[:count]
         primary.unpin(load.nodes[count:])
-        touch = load.space.blocks.touch
+        touch, unread = load.space.blocks.touch, load.space.unread
         for node in reversed(nodes):  # so that the root ends as the most recent
             touch(node)
-            if node.source:
+            if unread:
                 self.promotion.told(node)
         for source in set(sources):
             primary.counters[f"load_from_{source}"] += sources.count(source)
@@ -454,9 +455,10 @@ class Loads:
             self._finish(load)
 
 
-def _source(node: Node | None) -> str:
-    """Return the tier that a node is being promoted from, if it is."""
-    return node.source if node is not None and node.state is LOADING else ""
+def _source(space: PoolSpace, key: BlockKey) -> str:
+    """Return the tier that a block is being promoted from, if it is."""
+    node = space.index.get(key)
+    return space.unread[key] if node is not None and node.state is LOADING else ""
 
 
 def _until(states: list[KeyState], stop: KeyState) -> int:

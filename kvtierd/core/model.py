@@ -155,6 +155,20 @@ class KeyState(enum.IntEnum):
     PENDING = 3
 
 
+class State(enum.Enum):
+    """A block's state in one tier; only RESIDENT is visible to lookups, events and inventory.
+
+    ``RESERVED``: a store writes it. ``LOADING``: it is being promoted. ``WRITING``: it is on its way to a
+    secondary tier. ``GONE``: it left, and only pins keep its bytes in place.
+    """
+
+    RESERVED = "reserved"
+    LOADING = "loading"
+    WRITING = "writing"
+    RESIDENT = "resident"
+    GONE = "gone"
+
+
 class SkipReason(enum.StrEnum):
     """Why ``prepare_store`` gave a key no slot."""
 

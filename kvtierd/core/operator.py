@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvtierd.core.effects import ErrorCode, LadderReply, Refused, Removed
-from kvtierd.core.model import BlockId, Departure, Layout
+from kvtierd.core.model import BlockId, Departure, Layout, State
 from kvtierd.core.refusal import Refusal, check_tiers
 from kvtierd.core.resets import Resets
-from kvtierd.core.residency import Node, ResidentSet, State, leaf_first
+from kvtierd.core.residency import Node, ResidentSet, leaf_first
 from kvtierd.core.stack import Removals, Stack
 from kvtierd.core.stimuli import OperatorEvict, OperatorRequest, OperatorReset
 from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier
@@ -209,7 +209,7 @@ class Operator:
             if evicting.done:
                 return
             blocks = self._set_of(evicting.tier, node)
-            if not node.gone and node.state is State.RESIDENT and blocks.evictable(node):
+            if node.state is State.RESIDENT and blocks.evictable(node):
                 yield node, size
 
     def _victims(self, evicting: _Evicting) -> Iterator[tuple[Node, int]]:

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from kvtierd.core.ladder import Ladder
-from kvtierd.core.model import BlockId
-from kvtierd.core.residency import Node, State
+from kvtierd.core.model import BlockId, State
+from kvtierd.core.residency import Node
 from kvtierd.core.slots import Extent
 from kvtierd.core.tier import PoolSpace, SecondaryTier
 from kvtierd.errors import InvariantBroken
@@ -51,7 +51,7 @@ class Patrol:
         count = 0
         for space, node in itertools.islice(self._round, SLICE):
             count += 1
-            if not node.gone:
+            if node.state is not State.GONE:
                 self._prove(space, node)
         self.blocks += count
         if count < SLICE:

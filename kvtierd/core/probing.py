@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import Probe
-from kvtierd.core.model import BlockId
-from kvtierd.core.residency import Node, State
+from kvtierd.core.model import BlockId, State
+from kvtierd.core.residency import Node
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import FoundBlock
 from kvtierd.core.tier import SecondaryTier

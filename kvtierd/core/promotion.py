@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtierd.core.effects import BlockAt, Read
-from kvtierd.core.model import BlockId, BlockKey, Departure, group_of
-from kvtierd.core.residency import Node, State
+from kvtierd.core.model import BlockId, BlockKey, Departure, State, group_of
+from kvtierd.core.residency import Node
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.core.tier import PoolSpace, SecondaryTier
@@ -90,13 +90,12 @@ class Promotion:
         tier.blocks.pin(below)  # neither may the room made in the pool ever cost the source
         node = Node(below.block, State.LOADING, generation=self._stack.next_generation())
         node.pins = 1
-        node.source = tier.name
         space.blocks.add(node)
-        space.unread.add(block_id.key)
+        space.unread[block_id.key] = tier.name
         slot = self._stack.take_slot(space)
         if slot is None:
             space.blocks.remove(node)
-            space.unread.discard(block_id.key)
+            space.unread.pop(block_id.key, None)
             tier.blocks.unpin(below)
             self._stack.primary.counters["promotion_no_room"] += 1
             return None
@@ -140,12 +139,12 @@ class Promotion:
 
     def _settle_target(self, node: Node, outcome: Outcome) -> None:
         primary = self._stack.primary
-        if outcome.status is Status.OK and not node.gone:
+        if outcome.status is Status.OK and node.state is not State.GONE:
             primary.publish((node,))
             if node.pins == 1:  # nobody waits for it: the read's own pin becomes its grace
                 self.grace[node] = self._stack.now + GRACE
                 return
-        elif not node.gone:
+        elif node.state is not State.GONE:
             primary.abandon(node)
         self._settle_count(node)
         primary.space_of(node).promoting -= 1
@@ -165,21 +164,21 @@ class Promotion:
 
     def told(self, node: Node) -> None:
         """Forget where a block came from: it is counted for that tier."""
-        if node.source:
-            node.source = ""
-            if not node.gone:
-                self._stack.primary.space_of(node).unread.discard(node.block.key)
+        if node.state is not State.GONE:  # its successor may have been promoted, too
+            self._stack.primary.space_of(node).unread.pop(node.block.key, None)
 
     def expire(self) -> None:
         """End the grace of what nobody read in time."""
-        for node in [node for node, until in self.grace.items() if until <= self._stack.now or node.gone]:
+        now = self._stack.now
+        over = [node for node, until in self.grace.items() if until <= now or node.state is State.GONE]
+        for node in over:
             self._stack.primary.counters["promotions_unread"] += 1
             self.claim(node)
 
     def stalled(self, operation: Operation) -> None:
         """Stop waiting for a read past its deadline; its slots stay pinned until it really ends."""
         for node in operation.nodes:
-            if not node.gone:
+            if node.state is not State.GONE:
                 self._stack.primary.abandon(node)
             self._settled(node)
 
@@ -187,7 +186,7 @@ class Promotion:
         lost = outcome.status in (Status.CORRUPT, Status.GONE)
         if outcome.status is not Status.OK:
             tier.last_fault = outcome.reason or outcome.status.value
-        if below.gone:  # evicted meanwhile: its deletion waits for the last of its reads
+        if below.state is State.GONE:  # evicted meanwhile: its deletion waits for the last of its reads
             if not below.pins:
                 self._stack.start_delete(tier, [below.block.id], corrupt=outcome.status is Status.CORRUPT)
         elif outcome.status is Status.CORRUPT:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from kvtierd.core.handover import Live, resume
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Held, PoolState, Shaped
-from kvtierd.core.model import Block, BlockId, block_key
-from kvtierd.core.residency import Node, State
+from kvtierd.core.model import Block, BlockId, State, block_key
+from kvtierd.core.residency import Node
 from kvtierd.core.slots import Extent
 from kvtierd.core.spaces import make_space
 
@@ -103,8 +103,7 @@ def _stand_in(ladder: Ladder, held: Held, nodes: dict[int, Node], reserved: set[
     space = ladder.stack.primary.spaces[held.namespace]
     for slot in held.slots:
         if slot not in nodes and slot not in reserved:
-            node = Node(Block.of(BlockId(space.namespace, NO_KEY), 0), State.RESERVED, slot=slot)
-            node.gone = True
+            node = Node(Block.of(BlockId(space.namespace, NO_KEY), 0), State.GONE, slot=slot)
             nodes[slot] = node
             space.leaving.add(node)
 

@@ -8,14 +8,13 @@ a child may arrive before its parent.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvtierd.core.model import Block, BlockId, BlockKey, group_of, hash_of
+from kvtierd.core.model import Block, BlockId, BlockKey, State, group_of, hash_of
 from kvtierd.core.policies.base import Policy
 from kvtierd.core.presence import Presence
 from kvtierd.core.tenants import Account
@@ -29,27 +28,18 @@ _LOOKS = 32
 _RECONSIDERED = 4
 
 
-class State(enum.Enum):
-    """A block's state in one tier; only RESIDENT is visible to lookups, events and inventory."""
-
-    RESERVED = "reserved"
-    LOADING = "loading"
-    WRITING = "writing"
-    RESIDENT = "resident"
-
-
 class Node(msgspec.Struct, gc=False, eq=False):
     """One block in one tier.
 
-    ``pins`` counts who needs the bytes to stay: jobs, leases, running operations, quarantines. A node that is
-    ``gone`` has left the set but keeps its slot until the last pin is taken away. ``source`` names the tier
-    that a promoted block came from. ``link`` and ``parent`` are event hashes, ``children`` counts the blocks
-    of the set that name this one; the set sees to the three. ``touch`` (time of the last use, in insertions),
-    ``hits``, ``stamp``, ``place`` and ``shelf`` are the policy's. Only a block in a secondary tier has a
-    ``size`` and an ``account`` (whose it is).
+    ``pins`` counts who needs the bytes to stay: jobs, leases, running operations, quarantines; a node that is
+    GONE keeps its slot until the last one is taken away. ``parent`` is an event hash, ``children`` counts the
+    blocks of the set that name this one; the set sees to both. ``touch`` (time of the last use, in
+    insertions), ``hits``, ``stamp``, ``place`` and ``shelf`` are the policy's. Only a block in a secondary
+    tier has a ``size`` and an ``account`` (whose it is).
 
     It may refer to nothing that leads back to it: the garbage collector does not see it. So a million of them
-    cost it nothing, and as a struct one is made in a third of the time.
+    cost it nothing, and as a struct one is made in a third of the time. It takes 128 bytes, which is a size
+    that Python's allocator has; one more field costs 16 a block.
     """
 
     block: Block
@@ -58,9 +48,6 @@ class Node(msgspec.Struct, gc=False, eq=False):
     generation: int = 0
     size: int = 0
     pins: int = 0
-    source: str = ""
-    gone: bool = False
-    link: Link = 0
     parent: Link | None = None
     children: int = 0
     touch: int = 0
@@ -70,10 +57,14 @@ class Node(msgspec.Struct, gc=False, eq=False):
     shelf: int = -1
     account: Account | None = None
 
+    @property
+    def link(self) -> Link:
+        """The event hash that children name."""
+        return links_of(self.block)[0]
+
     def __repr__(self) -> str:
-        gone = " gone" if self.gone else ""
         name = hash_of(self.block.key)[-4:].hex()
-        return f"<{name} {self.state.value} slot={self.slot} pins={self.pins}{gone}>"
+        return f"<{name} {self.state.value} slot={self.slot} pins={self.pins}>"
 
 
 class Family:
@@ -193,15 +184,15 @@ class ResidentSet:
             raise KeyError(key)
         if self.presence is not None:
             self.presence.add(key)
-        node.link, parent = links_of(node.block)
-        family.own(node.link, node)
+        link, parent = links_of(node.block)
+        family.own(link, node)
         if parent is not None:
-            self._protect(node, family, parent)
+            self._protect(node, family, link, parent)
         self._policy.inserted(node)
 
-    def _protect(self, node: Node, family: Family, parent: Link) -> None:
+    def _protect(self, node: Node, family: Family, link: Link, parent: Link) -> None:
         """Count a child for its parent's hash; with the first one its owners can go no more."""
-        if parent == node.link or (node.children and self._closes_a_cycle(node, family, parent)):
+        if parent == link or (node.children and self._closes_a_cycle(link, family, parent)):
             return  # such a ring of parents could never be evicted
         node.parent = parent
         owner = family.owners.get(parent)
@@ -220,11 +211,11 @@ class ResidentSet:
         del family.nodes[block.key]
         if self.presence is not None:
             self.presence.remove(block.key)
-        node.gone = True
+        evicted, node.state = node.state is State.RESIDENT, State.GONE
         if node.place >= 0:
             self._policy.withdraw(node)
         family.disown(node.link, node)
-        self._policy.removed(node, evicted=node.state is State.RESIDENT)
+        self._policy.removed(node, evicted=evicted)
         if node.parent is not None:
             self._leave(family, node.parent)
 
@@ -295,7 +286,7 @@ class ResidentSet:
 
     def evictable(self, node: Node) -> bool:
         """Whether the block is in the set, unpinned and a leaf."""
-        return not (node.pins or node.children or node.gone)
+        return not (node.pins or node.children or node.state is State.GONE)
 
     def orphans(self) -> dict[str, dict[Link, int]]:
         """Return by namespace how many blocks name a parent that is not in the set (for validation)."""
@@ -303,7 +294,7 @@ class ResidentSet:
 
     def offer(self, node: Node) -> None:
         """Let the policy have the block if it may be evicted and is not offered yet."""
-        if not (node.pins or node.children or node.gone) and node.place < 0:
+        if node.place < 0 and self.evictable(node):
             self._policy.offer(node)
 
     def _withdraw(self, node: Node) -> None:
@@ -311,12 +302,12 @@ class ResidentSet:
             self._policy.withdraw(node)
 
     @staticmethod
-    def _closes_a_cycle(node: Node, family: Family, parent: Link) -> bool:
+    def _closes_a_cycle(own: Link, family: Family, parent: Link) -> bool:
         seen: set[Link] = set()
         links = [parent]
         while links:
             link = links.pop()
-            if link == node.link:
+            if link == own:
                 return True
             if link not in seen:
                 seen.add(link)

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
-from kvtierd.core.model import BlockId, BlockKey, Departure
+from kvtierd.core.model import BlockId, BlockKey, Departure, State
 from kvtierd.core.presence import Presence
 from kvtierd.core.reclaim import reclaim
-from kvtierd.core.residency import Node, State, leaf_first
+from kvtierd.core.residency import Node, leaf_first
 from kvtierd.core.tenants import Tenants
 from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier, TierSpec
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
-from kvtierd.core.model import Block, BlockKey, BlockMeta, SkipReason, group_of
-from kvtierd.core.residency import Link, Node, State, links_of
+from kvtierd.core.model import Block, BlockKey, BlockMeta, SkipReason, State, group_of
+from kvtierd.core.residency import Link, Node, links_of
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Job, Session, Sessions
 from kvtierd.core.stack import Stack
@@ -145,7 +145,9 @@ class Stores:
             self._refuse(session, request.id, ErrorCode.STALE_POOL, "another pool or generation: not stored")
             return
         void = job.failed.union(request.failed)
-        stored = {key: node for key, node in job.nodes.items() if key not in void and not node.gone}
+        stored = {
+            key: node for key, node in job.nodes.items() if node.state is State.RESERVED and key not in void
+        }
         self._stack.primary.publish(stored.values())
         wishes = [(node, self._wishes[node]) for node in stored.values() if node in self._wishes]
         self._end(job)
@@ -182,7 +184,7 @@ class Stores:
         for node in job.nodes.values():
             if self._wishes:
                 self._wishes.pop(node, None)
-            if node.state is State.RESERVED and not node.gone:
+            if node.state is State.RESERVED:
                 self._stack.primary.abandon(node)
         self._stack.primary.unpin(job.nodes.values())
 
@@ -192,7 +194,7 @@ class Stores:
         self._stack.primary.counters["jobs_revoked"] += 1
         for node in job.nodes.values():
             self._wishes.pop(node, None)
-            if not node.gone:
+            if node.state is not State.GONE:
                 self._stack.primary.abandon(node)
         self._custody.quarantine(job.number, job.session, job.engine, list(job.nodes.values()))
 

@@ -19,13 +19,14 @@ from kvtierd.core.model import (
     Layout,
     Locality,
     Medium,
+    State,
     TierEvent,
 )
 from kvtierd.core.pace import ReadPace
 from kvtierd.core.policies.base import Policy
 from kvtierd.core.policies.fair import Fair
 from kvtierd.core.policies.lru import Lru
-from kvtierd.core.residency import Node, ResidentSet, State
+from kvtierd.core.residency import Node, ResidentSet
 from kvtierd.core.slots import Arena, ExtentMap
 from kvtierd.core.stimuli import TierLimits
 from kvtierd.core.tenants import Account, Accounts, Tenants
@@ -109,8 +110,8 @@ class PoolSpace:
         self.sessions: set[int] = set()
         self.promoting = 0
         """Slots of promotions under way or not read yet."""
-        self.unread: set[BlockKey] = set()
-        """The blocks of the set with a ``source``: promoted, and not counted for that tier yet."""
+        self.unread: dict[BlockKey, str] = {}
+        """Blocks of the set that were promoted, and are not counted yet for the tier that they came from."""
         self.leaving: set[Node] = set()
         """Nodes that left the set but are pinned: their slots are not free yet."""
         self.awaited: set[bytes] = set()
@@ -133,15 +134,15 @@ class PoolSpace:
     def unpin(self, node: Node) -> None:
         """Take a pin away and free the slot of a node that was only waiting for that."""
         self.blocks.unpin(node)
-        if node.gone and not node.pins:
+        if node.state is State.GONE and not node.pins:
             self.leaving.discard(node)
             self.arena.give(node.slot)
 
     def drop(self, node: Node) -> None:
         """Take a node out of the set; its slot is freed now or with its last pin."""
         self.blocks.remove(node)
-        if node.source:
-            self.unread.discard(node.block.key)
+        if self.unread:
+            self.unread.pop(node.block.key, None)
         if node.pins:
             self.leaving.add(node)
         else:
@@ -195,9 +196,9 @@ class PrimaryTier(Tier):
 
     def forget(self, node: Node, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""
-        space = self.space_of(node)
+        space, visible = self.space_of(node), node.state is State.RESIDENT
         space.drop(node)
-        if node.state is State.RESIDENT:
+        if visible:
             self.count(why, space.account)
             if self.ledger.on:
                 self.ledger.note(Vacated(node.slot))

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from kvtierd.core.model import BlockId, Departure, EventKind
-from kvtierd.core.residency import Node, State, root_first
+from kvtierd.core.model import BlockId, Departure, EventKind, State
+from kvtierd.core.residency import Node, root_first
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
 from kvtierd.core.tier import SecondaryTier

@@ -24,8 +24,8 @@ from kvtierd.core.geometry import UNIT
 from kvtierd.core.handover import Live, pool_counters, pool_state
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Change, Placed, PoolState
+from kvtierd.core.model import State
 from kvtierd.core.recovery import Inconsistent, restore
-from kvtierd.core.residency import State
 from kvtierd.edges import backing, systemd
 from kvtierd.edges.collector import uncollected
 from kvtierd.edges.libc import MemoryCalls
@@ -150,7 +150,7 @@ class KeptPool:
             placed: list[Change] = [
                 Placed(node.slot, node.generation, node.block)
                 for node in nodes[at : at + COPY_SLICE]
-                if node.state is State.RESIDENT and not node.gone
+                if node.state is State.RESIDENT
             ]
             yield writer.changes(counters, placed)
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Change, Counters, Placed, PoolState
-from kvtierd.core.residency import Node, State
+from kvtierd.core.model import State
+from kvtierd.core.residency import Node
 from kvtierd.edges.collector import uncollected
 from kvtierd.logs.events import event
 from kvtierd.wire.frames import Torn, Unreadable
@@ -206,7 +207,7 @@ class SlotLog:
             if node is None:
                 self._todo = None
                 break
-            if node.state is State.RESIDENT and not node.gone:
+            if node.state is State.RESIDENT:
                 placed.append(Placed(node.slot, node.generation, node.block))
                 if len(placed) >= limit:
                     break

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvtierd.core.model import Block, BlockId, BlockMeta, block_key
+from kvtierd.core.model import Block, BlockId, BlockMeta, State, block_key
 from kvtierd.core.policies import POLICIES
-from kvtierd.core.residency import Node, ResidentSet, State
+from kvtierd.core.residency import Node, ResidentSet
 
 steps = st.lists(
     st.tuples(
@@ -22,10 +22,8 @@ steps = st.lists(
 def make(number: int) -> Node:
     """Blocks form a tree: block n is a child of block n // 3; some arrive from another tier."""
     meta = BlockMeta(hashes=(number,), parent=number // 3 if number else None)
-    state = State.RESERVED if number % 7 == 0 else State.RESIDENT
-    node = Node(Block.of(BlockId("ns", block_key(bytes([number]))), 1, meta), state)
-    node.source = "disk" if number % 5 == 0 else ""
-    return node
+    state = State.RESERVED if number % 7 == 0 else State.LOADING if number % 5 == 0 else State.RESIDENT
+    return Node(Block.of(BlockId("ns", block_key(bytes([number]))), 1, meta), state)
 
 
 @pytest.mark.parametrize("name", POLICIES)

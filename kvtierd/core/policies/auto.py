@@ -13,6 +13,7 @@ from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from kvtierd.core.model import State
 from kvtierd.core.policies.base import Aging
 from kvtierd.core.policies.ghosts import Ghosts
 from kvtierd.core.policies.reuse import BUCKETS, ReuseTimes, age_bucket, bucket_start
@@ -66,7 +67,7 @@ class Auto(Aging):
         self._arrive(node)
         block_id = node.block.id
         known = self._ghosts.take(block_id)
-        if node.source:
+        if node.state is State.LOADING:
             node.hits, node.stamp = known or 0, _PROMOTED
         else:
             if known is not None:

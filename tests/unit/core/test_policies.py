@@ -11,12 +11,12 @@ import pytest
 
 from kvtierd.config.schema import Policy as PolicyName
 from kvtierd.core.effects import Loaded
-from kvtierd.core.model import Block, BlockId, BlockMeta, block_key
+from kvtierd.core.model import Block, BlockId, BlockMeta, State, block_key
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.policies.ghosts import Ghosts
 from kvtierd.core.policies.order import Order
 from kvtierd.core.policies.reuse import BUCKETS, ReuseTimes, age_bucket, worth_by_age
-from kvtierd.core.residency import Node, ResidentSet, State
+from kvtierd.core.residency import Node, ResidentSet
 from kvtierd.core.stimuli import Load
 from kvtierd.testing.rig import LadderRig, key
 
@@ -162,13 +162,12 @@ def test_auto_keeps_what_was_promoted_until_it_was_read():
         blocks.add(node(number))
     promoted = []
     for number in range(1000, 1050):
-        each = node(number)
-        each.source = "disk"
+        each = node(number, state=State.LOADING)
         blocks.add(each)
         promoted.append(each)
         victim = blocks.victim()
         blocks.remove(victim)
-    assert all(not each.gone for each in promoted)
+    assert all(each.state is State.LOADING for each in promoted)
 
 
 def test_an_order_gives_the_smallest_number_first_and_keeps_nothing_behind():

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, block_key
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, State, block_key
 from kvtierd.core.policies import POLICIES
-from kvtierd.core.residency import Node, ResidentSet, State
+from kvtierd.core.residency import Node, ResidentSet
 from kvtierd.testing.simulate import best_possible
 from kvtierd.testing.trace import Asked
 from kvtierd.testing.workload import Workload

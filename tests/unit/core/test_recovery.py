@@ -44,7 +44,7 @@ class Life(LadderRig):
         return life
 
     def resident(self):
-        return {node.block.key: node.slot for node in self.ladder.stack.primary.nodes() if not node.gone}
+        return {node.block.key: node.slot for node in self.ladder.stack.primary.nodes()}
 
 
 def test_blocks_keep_their_slots_and_are_told_of_as_stores():

@@ -23,6 +23,7 @@ from kvtierd.core.effects import Prepared
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import BlockKey, BlockMeta, Group, Layout, Medium, block_key
+from kvtierd.core.policies import Auto
 from kvtierd.core.stimuli import Asked, Attach, Commit, Lookup, PrepareStore
 from kvtierd.core.tier import TierSpec
 from kvtierd.wire.messages import decode_client, encode
@@ -31,6 +32,7 @@ CHAIN = 64
 """Blocks in a prompt, and in a store."""
 LOOKUP = 1024
 TOKENS = 16
+ROUNDS = 200
 WAITS = 1000
 _LAYOUT = Layout(
     model="kvtierd-bench-scale",
@@ -104,7 +106,7 @@ class _Core:
         self.ladder = Ladder(
             pool_id="bench",
             pool_bytes=blocks * UNIT,
-            primary=TierSpec("cpu", Medium.CPU),
+            primary=TierSpec("cpu", Medium.CPU, policy=Auto),
             secondaries=(),
             job_ttl=60.0,
             lease_ttl=60.0,
@@ -148,10 +150,9 @@ class _Core:
         self.ladder.take_events()
         self.made += 1
 
-    def newest(self, at: int, count: int) -> Asked:
-        """Return a lookup of ``count`` prompts that are resident."""
-        prompts = [self.keys(self.made - 1 - (at * 7 + i) % (self.blocks // CHAIN)) for i in range(count)]
-        return Asked(1, Lookup(id=4, keys=tuple(key for keys in prompts for key in keys)))
+    def lookup(self, keys: Sequence[BlockKey]) -> Asked:
+        """Return a lookup."""
+        return Asked(1, Lookup(id=4, keys=tuple(keys)))
 
 
 def _one(size: int, *, tokens: bool) -> dict[str, float]:
@@ -162,16 +163,15 @@ def _one(size: int, *, tokens: bool) -> dict[str, float]:
         for number in range(size // CHAIN):
             core.store(core.prepare(number))
     memory = (_rss() - before) / size
-    lookups, bare, stores = [], [], []
-    numbers = range(core.made - size // CHAIN, core.made)
-    index = dict.fromkeys(key for number in numbers for key in core.keys(number))
-    for at in range(200):
-        keys = [
-            key for i in range(LOOKUP // CHAIN) for key in core.keys(numbers[(at * 7 + i) % len(numbers)])
-        ]
+    lookups, bare = [], []
+    index = dict.fromkeys(key for number in range(core.made) for key in core.keys(number))
+    for at in range(ROUNDS):  # nothing was evicted yet
+        prompts = [(at * 7 + i) % core.made for i in range(LOOKUP // CHAIN)]
+        keys = [key for number in prompts for key in core.keys(number)]
         bare.append(_seconds(lambda keys: list(map(index.get, keys)), keys) / LOOKUP)
-        lookups.append(_seconds(core.ladder.handle, core.newest(at, LOOKUP // CHAIN), 0.0) / LOOKUP)
-        stores.append(_seconds(core.store, core.prepare(core.made)) / CHAIN)
+        keys = [key for number in prompts for key in core.keys(number)]  # others, as they come off the wire
+        lookups.append(_seconds(core.ladder.handle, core.lookup(keys), 0.0) / LOOKUP)
+    stores = [_seconds(core.store, core.prepare(core.made)) / CHAIN for _ in range(ROUNDS)]
     waits = _longest_waits(core)
     gc.unfreeze()
     return {
@@ -192,8 +192,7 @@ def _longest_waits(core: _Core) -> float:
     """
     times = []
     for at in range(2 * WAITS):
-        newest = core.keys(core.made - 1 - at % (core.blocks // CHAIN))
-        asked = Asked(1, Lookup(id=4, keys=newest[:16]))
+        asked = core.lookup(core.keys(core.made - 1)[:16])
         times.append(_seconds(core.ladder.handle, asked, 0.0, clock=time.thread_time))
         if at % 4 == 0:
             core.store(core.prepare(core.made))

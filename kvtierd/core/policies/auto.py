@@ -82,7 +82,7 @@ class Auto(Aging):
         """Count another use, and the first of a promoted block however soon it comes."""
         if not self._is_another_use(node) and node.stamp != _PROMOTED:
             return
-        node.touch = self.clock
+        self._note_use(node)
         node.hits += 1
         node.stamp = min(node.hits, _MOST_USES)
         self._reuse.used(node.block.id, node.stamp, self.clock, self.residents)

@@ -35,6 +35,12 @@ def _payload(effect: Work) -> int:
     return 0 if isinstance(effect, Delete | Probe) else sum(at.block.payload_bytes for at in effect.blocks)
 
 
+def most_of(effect: Work, size: int) -> int:
+    """Return how many of an effect's blocks make up so many bytes, at least one; all of what moves none."""
+    moved = _payload(effect)
+    return max(1, size * len(ids_of(effect)) // moved) if moved else len(ids_of(effect))
+
+
 def failed(ids: Sequence[BlockId], reason: str) -> list[Outcome]:
     """Return a FAILED outcome for each block."""
     return [Outcome(block_id, Status.FAILED, reason=reason) for block_id in ids]

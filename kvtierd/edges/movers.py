@@ -2,7 +2,8 @@
 
 Reads and writes have threads of their own, so a load never waits behind stores; deletes share the writers',
 probes the readers' when nothing is to be read. An effect is cut into chunks, one job each: enough for all
-threads, at most ``batch`` blocks. The core guarantees that no two operations on one block of one tier run at
+threads, at most ``batch`` blocks and, but for a single block, ``CHUNK_BYTES``, so that no thread is left with
+the last big ones of another. The core guarantees that no two operations on one block of one tier run at
 once.
 
 A job that takes longer than the tier's deadline is *stalled*: its thread is stuck and keeps its memory until
@@ -27,13 +28,25 @@ from kvtierd.edges.histogram import Histogram
 from kvtierd.edges.mover_describe import Describer
 from kvtierd.edges.mover_scan import Scan
 from kvtierd.edges.mover_threads import Threads
-from kvtierd.edges.mover_work import Chunk, Ended, Figures, Kind, Operation, Work, failed, ids_of, kind_of
+from kvtierd.edges.mover_work import (
+    Chunk,
+    Ended,
+    Figures,
+    Kind,
+    Operation,
+    Work,
+    failed,
+    ids_of,
+    kind_of,
+    most_of,
+)
 from kvtierd.errors import TierError
 from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
 
 QUEUE_BLOCKS = 1 << 16
+CHUNK_BYTES = 8 << 20
 STALLED = "the tier is stalled"
 
 SlotView = Callable[[int, int], memoryview]
@@ -115,7 +128,7 @@ class Mover:
             self._loop.call_soon(self._answer, answer)
             return
         assert effect.op not in self._operations, f"op {effect.op} is in flight already"
-        size = min(self._batch, -(-len(ids) // threads.count))
+        size = min(self._batch, -(-len(ids) // threads.count), most_of(effect, CHUNK_BYTES))
         starts = range(0, len(ids), size)
         operation = Operation(effect, ids, [None] * len(ids), len(starts))
         self._operations[effect.op] = operation

@@ -22,10 +22,17 @@ from kvtierd.edges.backends.fs_tree import READ, Folders
 class FileStore:
     """The blocks of a tier that have a file of their own; no state, calls come from several threads."""
 
-    def __init__(self, io: Io, quarantine: Quarantine, count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        io: Io,
+        quarantine: Quarantine,
+        count: Callable[[str], None],
+        use_grain: int = fs_format.USE_GRAIN,
+    ) -> None:
         self._io = io
         self._quarantine = quarantine
         self._count = count
+        self._use_grain = use_grain
 
     def write(self, folders: Folders, transfer: Transfer, *, spare: bool = False) -> int:
         """Write a block under its name; nobody ever sees half a file. Return what it occupies.
@@ -82,14 +89,17 @@ class FileStore:
         with folders.of(block.id) as folder:
             fd = os.open(fs_tree.file_name(block.key), READ, dir_fd=folder)
         try:
-            self._load(File(fd), block, transfer.data).check_payload(transfer.data)
-            _touch(fd)
+            if time.time_ns() - self._load(File(fd), block, transfer.data) > self._use_grain:
+                _touch(fd)
         finally:
             with contextlib.suppress(OSError):  # an error of close after a full read is harmless
                 os.close(fd)
 
-    def _load(self, file: File, block: Block, data: memoryview) -> Header:
-        """Read a file; its size says how long the header region is, whoever wrote the metadata."""
+    def _load(self, file: File, block: Block, data: memoryview) -> int:
+        """Read and prove a file; return its time of use in nanoseconds.
+
+        Its size says how long the header region is, whoever wrote the metadata.
+        """
         info = os.fstat(file.fd)
         if not stat.S_ISREG(info.st_mode):
             raise FormatError(Flaw.FOREIGN)
@@ -98,13 +108,14 @@ class FileStore:
         size = info.st_size - len(data)
         if size % fs_format.ALIGN or not 0 < size <= fs_format.MAX_HEADER_BYTES:
             raise _flaw_of(file.fd, info.st_size, block)
-        region = self._io.region(size)
-        got = self._io.read(file, 0, region, data)
+        region, payload = self._io.region(size), fs_format.Digest()
+        got = self._io.read(file, 0, region, data, payload.update)
         header = fs_format.decode(region[: min(got, size)])
         header.check(block, info.st_size)
         if got != info.st_size:
             raise FormatError(Flaw.SHORT)
-        return header
+        header.check_digest(payload.digest())
+        return info.st_mtime_ns
 
     def delete(self, folders: Folders, block_id: BlockId, *, corrupt: bool) -> None:
         """Unlink a block's file, or move it to the quarantine; none there is fine.

@@ -32,6 +32,8 @@ from kvtierd.wire.described import PackedMeta, packed_meta
 MAGIC = b"\x89KVTIER\n"
 VERSION = 1
 ALIGN = 4096
+USE_GRAIN = 1_000_000_000
+"""Nanoseconds in which one use of a block is written down: hot blocks cost no write for each load."""
 MAX_HEADER_BYTES = 1 << 20
 
 _PREFIX = struct.Struct("<8sHHIIIQ16s")
@@ -118,8 +120,16 @@ class Header:
 
     def check_payload(self, payload: Buffer) -> None:
         """Prove the payload by its checksum; raises :class:`FormatError`."""
-        if digest(payload) != self.payload_digest:
+        self.check_digest(digest(payload))
+
+    def check_digest(self, payload_digest: bytes) -> None:
+        """Prove the payload by its :func:`digest`; raises :class:`FormatError`."""
+        if payload_digest != self.payload_digest:
             raise FormatError(Flaw.PAYLOAD)
+
+
+Digest = xxhash.xxh3_128
+"""Makes :func:`digest` of a payload that comes in parts; releases the GIL."""
 
 
 def digest(payload: Buffer) -> bytes:

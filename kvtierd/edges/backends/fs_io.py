@@ -37,6 +37,10 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _ZEROES = bytes(ALIGN)
 _BEHIND = 256 << 10
 """From how many bytes on a write is worth a write-back of its own."""
+_PIECE = 2 << 20
+"""Bytes that the next step of some threads still finds in the processor's cache; each waits for the GIL."""
+_SHORT = 1 << 20
+"""Up to so many bytes a look into the page cache takes microseconds: less than to wait for the GIL."""
 
 
 class _Range(ctypes.Structure):
@@ -50,6 +54,8 @@ class _Cached(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.syscall.restype = ctypes.c_long
+_held = ctypes.PyDLL(None)  # keeps the GIL
+_held.syscall.restype = ctypes.c_long
 
 
 def punch(fd: int, offset: int, length: int) -> None:
@@ -62,7 +68,8 @@ def punch(fd: int, offset: int, length: int) -> None:
 def cached_pages(fd: int, offset: int, length: int) -> int | None:
     """Return how many pages of a range are in the page cache, None where the kernel does not tell."""
     asked, told = _Range(offset, length), _Cached()
-    result = _libc.syscall(_SYS_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(told), 0)
+    call = _held.syscall if length <= _SHORT else _libc.syscall
+    result = call(_SYS_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(told), 0)
     return int(told.cached) if result == 0 else None
 
 
@@ -122,16 +129,42 @@ class Io:
         """Return this thread's memory for a header region, valid until its next call of a method here."""
         return self._scratch.memory[:length]
 
-    def read(self, file: File, offset: int, region: memoryview, data: memoryview) -> int:
-        """Fill ``region`` (from :meth:`region`) and ``data`` from ``offset`` on; return the bytes read."""
+    def read(
+        self,
+        file: File,
+        offset: int,
+        region: memoryview,
+        data: memoryview,
+        take: Callable[[memoryview], object] | None = None,
+    ) -> int:
+        """Fill ``region`` (from :meth:`region`) and ``data`` from ``offset`` on; return the bytes read.
+
+        ``take`` is given ``data`` in parts as they come, so that a checksum finds them in the processor's
+        cache: with 16 MiB from the page cache a loop with one at the end made 0.77 of one without any, in
+        parts of 512 KiB to 4 MiB 0.8 to 0.86.
+        """
         missing = self._missing(file.fd, offset, len(region) + len(data))
         if missing > 0.5:
             with contextlib.suppress(OSError):
                 file.set_direct(True)
-                return self._read_direct(file.fd, offset, region, data)
+                got = self._read_direct(file.fd, offset, region, data)
+                if take is not None:
+                    take(data)
+                return got
         file.set_direct(False)
-        through = missing and self.dontcache
-        return move(_read_through if through else os.preadv, file.fd, [region, data], offset)
+        call = _read_through if missing and self.dontcache else os.preadv
+        if take is None:
+            return move(call, file.fd, [region, data], offset)
+        total = 0
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            vector = [piece] if start else [region, piece]
+            got = move(call, file.fd, vector, offset + total)
+            total += got
+            take(piece)
+            if got < sum(map(len, vector)):
+                break
+        return total
 
     def _missing(self, fd: int, offset: int, length: int) -> float:
         """Return which part of a range is to be read around the page cache: what is not in it, or all."""

@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 
 from engine_rig import BLOCK, engine, stop
 from tiny_model import VOCABULARY
@@ -43,7 +44,8 @@ def main():
     model, socket, seed = sys.argv[1:]
     out = os.fdopen(os.dup(1), "w")  # vLLM may print what it likes to the other one
     os.dup2(2, 1)
-    llm = engine(model, None if socket == "-" else {"kvtierd_socket": socket}, **OPTIONS)
+    weights = "auto" if list(Path(model).glob("*.safetensors")) else "dummy"
+    llm = engine(model, None if socket == "-" else {"kvtierd_socket": socket}, load_format=weights, **OPTIONS)
     rng = random.Random(int(seed))
     for line in sys.stdin:
         taken = []

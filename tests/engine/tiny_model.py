@@ -1,7 +1,8 @@
 """Models of a few layers with random weights: small enough to make and serve in seconds, no download.
 
 ``tiny_model.py FOLDER`` writes ``llama`` (one KV cache group), ``hybrid`` (two: full attention and a sliding
-window) and ``adapters/a`` and ``adapters/b`` (LoRA for the first) below it.
+window) and ``adapters/a`` and ``adapters/b`` (LoRA for the first) below it, and ``larger``: a Llama without
+weights, for ``load_format="dummy"``, of 25 million parameters.
 """
 
 from __future__ import annotations
@@ -46,6 +47,21 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LLAMA = COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+}
 
 
 class Source:
@@ -63,6 +79,7 @@ def write(folder: Path) -> None:
     """Write every model."""
     llama(folder / "llama")
     tokenizer(folder / "llama")
+    _configure(folder / "larger", LLAMA | LARGER)
     hybrid(folder / "hybrid")
     for seed, name in enumerate(("a", "b"), 100):
         adapter(folder / "adapters" / name, seed)
@@ -80,19 +97,7 @@ def llama(folder: Path) -> None:
         norms = ("input_layernorm", "post_attention_layernorm")
         weights |= {f"model.layers.{layer}.{norm}.weight": torch.ones(HIDDEN) for norm in norms}
         weights |= _projections(source, layer)
-    _save(
-        folder,
-        weights,
-        COMMON
-        | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        },
-    )
+    _save(folder, weights, LLAMA)
 
 
 def hybrid(folder: Path) -> None:
@@ -166,9 +171,13 @@ def _projections(source: Source, layer: int) -> dict[str, torch.Tensor]:
 
 
 def _save(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, object]) -> None:
+    _configure(folder, config)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _configure(folder: Path, config: dict[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ MAX_HEADER_BYTES = 1 << 20
 _PREFIX = struct.Struct("<8sHHIIIQ16s")
 PREFIX_BYTES = _PREFIX.size
 _CHECKSUM_BYTES = 8
+PLAIN_TOKEN_BYTES = 3072
+"""Packed token ids that leave room in one page for the rest of a header."""
+_PLAIN_NAME = 32
 
 Buffer = bytes | bytearray | memoryview
 
@@ -165,7 +168,23 @@ def _region_bytes(metadata: bytes) -> int:
 
 def header_bytes(block: Block) -> int:
     """Return the length of the block's header region in bytes, a multiple of 4096."""
-    return _region_bytes(_metadata(block))
+    return ALIGN if _is_plain(block) else _region_bytes(_metadata(block))
+
+
+def _is_plain(block: Block) -> bool:
+    """Whether one page holds the header for sure, as nearly always: names and numbers take 700 bytes at most.
+
+    So the core learns what a block will occupy without its metadata being encoded for that.
+    """
+    common = block.common
+    return (
+        len(block.tokens) <= PLAIN_TOKEN_BYTES
+        and type(block.told_as) is int
+        and (block.parent is None or type(block.parent) is int)
+        and common.lora_name is None
+        and common.extra_keys is None
+        and (common.spec_kind is None or len(common.spec_kind) <= _PLAIN_NAME)
+    )
 
 
 def stored_bytes(block: Block) -> int:

@@ -164,6 +164,24 @@ def test_the_region_is_aligned_and_its_length_known_beforehand(tokens, payload):
     assert fs_format.decode(data).block == block
 
 
+def test_the_largest_header_that_is_taken_for_one_page_is_one():
+    most = 2**63 - 1
+    meta = BlockMeta(
+        hashes=(2**64 - 1,),
+        parent=2**64 - 1,
+        token_ids=(70_000,) * ((fs_format.PLAIN_TOKEN_BYTES - 3) // 5),
+        block_size=most,
+        lora_id=most,
+        spec_kind="\N{GRINNING FACE}" * 32,
+        sliding_window=most,
+    )
+    block = Block.of(BlockId("f" * 32, block_key(bytes(64), 4 * 10**9 - 1)), most, meta, 2**31 - 1)
+    assert fs_format.PLAIN_TOKEN_BYTES - 5 < len(block.tokens) <= fs_format.PLAIN_TOKEN_BYTES
+    data = fs_format.encode(block, bytes(16))
+    assert fs_format.header_bytes(block) == len(data) == fs_format.ALIGN
+    assert data[-300:-8] == bytes(292), "there is room left"
+
+
 @given(st.binary(max_size=9000))
 def test_arbitrary_bytes_are_refused_and_nothing_else_is_raised(data):
     with pytest.raises(FormatError):

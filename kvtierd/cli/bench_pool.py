@@ -60,8 +60,9 @@ def _measure(session: Session, block_bytes: int, seconds: float) -> list[Figure]
             session.lookup(keys)  # answered when the removals are told: the next store waits for nothing
 
         def load(*, copy: bool) -> None:
-            with session.load(keys) as got:
-                memcpy(private if copy else (), got.views() if copy else ())
+            got = session.load(keys)
+            memcpy(private if copy else (), got.views() if copy else ())
+            got.release(wait=False)  # as the engine's connector does
 
         stores: Calls = {"all": store, "control": lambda: store(copy=False)}
         stored = in_turns(stores | {"memcpy": lambda: memcpy(shared, source)}, seconds / 2, undo=forget)

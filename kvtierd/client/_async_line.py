@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtierd.client import _forks
 from kvtierd.client._base import CLIENT_NAME
@@ -81,6 +81,13 @@ class AsyncLine:
         if len(self._futures) >= MAX_IN_FLIGHT:
             return Miss(ErrorCode.BUSY)
         return await self._exchange(verb)
+
+    def tell(self, verb: Verb[Any]) -> None:
+        """Send a request whose answer nobody needs; it is dropped when it comes."""
+        self._bind()
+        if self.link.ready and verb.epoch in (None, self.link.epoch):
+            self.link.abandon(self.link.ask(verb.build))
+            self._writable()
 
     def poll(self) -> None:
         """Take in what has arrived; never waits."""
@@ -173,9 +180,8 @@ class AsyncLine:
 
     def _leave(self, verb: Verb[R]) -> Miss:
         """The daemon is late: hand it what gives something back, and wait for nothing."""
-        if verb.ends and self.link.ready:
-            self.link.abandon(self.link.ask(verb.build))
-            self._writable()
+        if verb.ends:
+            self.tell(verb)
         return Miss(LATE)
 
     async def _exchange(self, verb: Verb[R]) -> R | Miss:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtierd.client import _forks
 from kvtierd.client._base import CLIENT_NAME
@@ -90,6 +90,18 @@ class Line:
             return Miss(AWAY)
         finally:
             self._lock.release()
+
+    def tell(self, verb: Verb[Any]) -> None:
+        """Send a request whose answer nobody needs; it is dropped when it comes."""
+        number = self.begin(verb)
+        if isinstance(number, Miss):
+            return
+        with self._lock:
+            try:
+                self.link.abandon(number)
+                self.channel.flush()  # what the socket does not take now goes with the next request
+            except LOST:
+                self._lost()
 
     def poll(self) -> None:
         """Take in what has arrived; never waits, not even for another thread (which then does the same)."""

@@ -28,9 +28,9 @@ T = TypeVar("T")
 class AsyncLookup(LookupData["AsyncSession"], eq=False):
     """Result of :meth:`AsyncSession.lookup`; a context manager that releases the lease."""
 
-    async def release(self) -> None:
-        """Give the lease back, if there is one."""
-        await self.session._run(_verbs.release_lookup(self))
+    async def release(self, *, wait: bool = True) -> None:
+        """Give the lease back, if there is one; ``wait``: until the daemon has said so."""
+        await self.session._end(_verbs.release_lookup(self), wait)
 
     async def __aenter__(self) -> AsyncLookup:
         return self
@@ -69,9 +69,9 @@ class AsyncLoaded(LoadData, kw_only=True, eq=False):
 
     session: AsyncSession
 
-    async def release(self) -> None:
-        """Give the slots back; no copy out of them may be running."""
-        await self.session._run(_verbs.release_load(self))
+    async def release(self, *, wait: bool = True) -> None:
+        """Give the slots back; no copy out of them may be running. ``wait``: until the daemon has said so."""
+        await self.session._end(_verbs.release_load(self), wait)
 
     async def __aenter__(self) -> AsyncLoaded:
         return self
@@ -195,6 +195,14 @@ class AsyncSession(SessionBase):
         except StopIteration as stop:
             result: T = stop.value
             return result
+
+    async def _end(self, flow: Flow[None], wait: bool) -> None:
+        """Give something back."""
+        if wait:
+            await self._run(flow)
+        else:
+            for verb in flow:
+                self._line.tell(verb)
 
 
 class AsyncClient:

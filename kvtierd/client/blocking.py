@@ -31,9 +31,9 @@ T = TypeVar("T")
 class Lookup(LookupData["Session"], eq=False):
     """Result of :meth:`Session.lookup`; a context manager that releases the lease."""
 
-    def release(self) -> None:
-        """Give the lease back, if there is one."""
-        self.session._run(_verbs.release_lookup(self))
+    def release(self, *, wait: bool = True) -> None:
+        """Give the lease back, if there is one; ``wait``: until the daemon has said so."""
+        self.session._end(_verbs.release_lookup(self), wait)
 
     def __enter__(self) -> Lookup:
         return self
@@ -72,9 +72,9 @@ class Loaded(LoadData, kw_only=True, eq=False):
 
     session: Session
 
-    def release(self) -> None:
-        """Give the slots back; no copy out of them may be running."""
-        self.session._run(_verbs.release_load(self))
+    def release(self, *, wait: bool = True) -> None:
+        """Give the slots back; no copy out of them may be running. ``wait``: until the daemon has said so."""
+        self.session._end(_verbs.release_load(self), wait)
 
     def __enter__(self) -> Loaded:
         return self
@@ -205,6 +205,14 @@ class Session(SessionBase):
         except StopIteration as stop:
             result: T = stop.value
             return result
+
+    def _end(self, flow: Flow[None], wait: bool) -> None:
+        """Give something back."""
+        if wait:
+            self._run(flow)
+        else:
+            for verb in flow:
+                self._line.tell(verb)
 
 
 class Client:

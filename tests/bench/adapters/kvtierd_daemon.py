@@ -124,9 +124,10 @@ class Daemon:
         self._commit(job)
 
     def _load(self) -> None:
-        with self.session.load(self.last[0]) as got:
-            for number, view in enumerate(got.views()):
-                self.target[:, :, number] = np.frombuffer(view, np.uint8).reshape(self.shape)
+        got = self.session.load(self.last[0])
+        for number, view in enumerate(got.views()):
+            self.target[:, :, number] = np.frombuffer(view, np.uint8).reshape(self.shape)
+        got.release(wait=False)  # as the engine's connector does
 
     @staticmethod
     def _commit(job) -> None:  # type: ignore[no-untyped-def]

@@ -175,6 +175,23 @@ def test_a_late_daemon_still_gets_releases_and_nobody_waits_for_it(attach, daemo
     assert wait_for(lambda: not daemon.leases)
 
 
+def test_who_does_not_wait_for_a_release_does_not_notice_that_the_daemon_is_late_or_away(
+    attach, daemon, wait_for, clock
+):
+    s = attach(deadline=5.0, clock=clock)
+    s.put(A, BLOCK)
+    late, away = s.load([A]), s.load([A])
+    daemon.mute = {stimuli.Release}
+    begin = time.monotonic()
+    late.release(wait=False)
+    assert wait_for(lambda: daemon.of_type(stimuli.Release))
+    daemon.drop_connections()
+    away.release(wait=False)
+    assert wait_for(lambda: not s.connected)
+    s.load([A]).release(wait=False)
+    assert time.monotonic() - begin < 3
+
+
 def test_a_daemon_that_accepts_and_says_nothing_costs_one_deadline(connect, layout, socket_path, clock):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(socket_path)

@@ -66,6 +66,22 @@ def test_store_commit_lookup_load_release(daemon, attach):
     assert len(daemon.of_type(stimuli.Release)) == 2
 
 
+def test_what_is_given_back_without_a_wait_is_given_back_and_mixes_no_answers_up(daemon, attach, wait_for):
+    s = attach()
+    s.put(A, BLOCK)
+    for _ in range(50):
+        found = s.lookup([A], lease=5.0)
+        found.release(wait=False)
+        found.release(wait=False)
+        loaded = s.load([A])
+        assert (loaded.keys, found.states) == ((A,), (KeyState.HIT,))
+        loaded.release(wait=False)
+        loaded.release()
+    assert s.lookup([A, B]).states == (KeyState.HIT, KeyState.MISS)
+    assert len(daemon.of_type(stimuli.Release)) == 100
+    assert wait_for(lambda: not daemon.leases)
+
+
 def test_a_job_commits_on_clean_exit_and_aborts_on_an_exception(daemon, attach):
     s = attach()
     with s.prepare_store([A]) as job:

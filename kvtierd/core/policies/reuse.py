@@ -78,6 +78,7 @@ class ReuseTimes:
 
     def __init__(self, classes: int) -> None:
         self._last: OrderedDict[BlockId, tuple[int, int]] = OrderedDict()
+        """Time and class of each followed name's last use, the longest ago first."""
         self._span = _HASH_SPAN
         self._hits = [[0.0] * BUCKETS for _ in range(classes)]
         self._losses = [[0.0] * BUCKETS for _ in range(classes)]
@@ -111,8 +112,12 @@ class ReuseTimes:
         """Return each class's worth by age, and let the evidence fade a little."""
         extra = _PRIOR / BUCKETS
         waiting = [[extra] * BUCKETS for _ in self._losses]
-        for since, kind in self._last.values():
-            waiting[kind][age_bucket(now - since)] += 1
+        bucket, start = BUCKETS, bucket_start(BUCKETS)
+        for since, kind in self._last.values():  # the longest ago first, so that few buckets are looked up
+            if now - since < start:
+                bucket = age_bucket(now - since)
+                start = bucket_start(bucket)
+            waiting[kind][bucket] += 1
         worth = []
         for hits, losses, open_ones in zip(self._hits, self._losses, waiting, strict=True):
             ended = [loss + still for loss, still in zip(losses, open_ones, strict=True)]

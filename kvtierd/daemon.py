@@ -50,8 +50,6 @@ from kvtierd.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.1
-
 
 class Daemon:
     """One daemon on one tier file. ``run`` lives until :meth:`stop`; it never imports torch by itself."""
@@ -189,9 +187,7 @@ class Daemon:
             await takeover.serve_on(self, inheritance)
         self._takeover = Takeover(self)
         self._takeover.start()
-        if not self._ticking:
-            self._ticking = True
-            self._tick()
+        self._ticking = True
         self.state = "ready"
         self.life.ready("engines can attach")
         if self._hub is not None:
@@ -360,9 +356,14 @@ class Daemon:
         self._stop.set()
         self._turned.set()
 
+    def _beat(self) -> None:
+        self._loop.call_later(BEAT_SECONDS, self._beat)  # first: whatever happens, time goes on
+        self.watch.beat()
+        if self._ticking:
+            self._tick()
+
     def _tick(self) -> None:
-        self._loop.call_later(TICK_SECONDS, self._tick)  # first: whatever happens, time goes on
-        self.pulse.ticked(TICK_SECONDS)
+        self.pulse.ticked(BEAT_SECONDS)
         self.turn([stimuli.Tick()])
         self.life.turned()
         self._see_engines()
@@ -384,10 +385,6 @@ class Daemon:
             )
             ending.write_down(self)
         self._engines = there
-
-    def _beat(self) -> None:
-        self.watch.beat()
-        self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _arm(self, deadline: float | None) -> None:
         """Tick exactly when a waiting load is due."""

@@ -37,21 +37,26 @@ def timed(into: list[Timing]) -> Iterator[None]:
 
 
 class Arena:
-    """Shared memory like the pool's, touched: ``count`` blocks to store, and room to load them into."""
+    """Shared memory like the pool's, touched: ``count`` blocks to store, and room to load them into.
 
-    def __init__(self, block_bytes: int, count: int) -> None:
+    ``shared``: a file with both, to be mapped instead of memory of its own.
+    """
+
+    def __init__(self, block_bytes: int, count: int, shared: str = "") -> None:
         self.block_bytes = block_bytes
         self.count = count
         self.bytes = block_bytes * count
         self._stride = -(-block_bytes // UNIT)
-        fd = os.memfd_create("kvtierd-bench", os.MFD_CLOEXEC)
+        size = 2 * count * self._stride * UNIT
+        fd = os.open(shared, os.O_RDWR) if shared else os.memfd_create("kvtierd-bench", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, 2 * count * self._stride * UNIT)
-            self._map = mmap.mmap(fd, 2 * count * self._stride * UNIT)
+            if not shared:
+                os.ftruncate(fd, size)
+            self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
         self._view = memoryview(self._map)
-        for number in range(count):  # nothing that a disk or filesystem could compress
+        for number in range(0 if shared else count):  # nothing that a disk or filesystem could compress
             self.view(self.source(number), block_bytes)[:] = os.urandom(block_bytes)
             self.view(self.target(number), block_bytes)[:] = bytes(block_bytes)
         self._digests = [digest(self.view(self.source(number), block_bytes)) for number in range(count)]

@@ -15,14 +15,16 @@ from kvtierd.config.schema import FsTier
 
 
 class Files:
-    def open(self, folder: str, block_bytes: int, count: int, threads: int, direct: bool) -> None:
+    def open(
+        self, folder: str, block_bytes: int, count: int, threads: int, direct: bool, memory: str
+    ) -> None:
         io = "direct" if direct else "buffered"
         tier = FsTier(
             name="fs", path=Path(folder), max_bytes="unlimited", io=io, readers=threads, writers=threads
         )
         self.loop = uvloop.new_event_loop()
         self.stack = AsyncExitStack()
-        self.arena = Arena(block_bytes, count)
+        self.arena = Arena(block_bytes, count, memory)
         self.bench = self._run(self.stack.enter_async_context(bench_tiers.opened(tier, self.arena)))
 
     def store(self) -> tuple[float, float]:

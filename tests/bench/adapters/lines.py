@@ -54,14 +54,21 @@ def cost(call: Callable[[], object]) -> tuple[float, float]:
 
 
 class Memory:
-    """Page-aligned memory that is touched: ``count`` blocks to store, and as many to load into."""
+    """Page-aligned memory that is touched: ``count`` blocks to store, and as many to load into.
 
-    def __init__(self, block_bytes: int, count: int) -> None:
+    ``shared``: a file with both, to be mapped instead of memory of its own.
+    """
+
+    def __init__(self, block_bytes: int, count: int, shared: str = "") -> None:
         self.block_bytes, self.count = block_bytes, count
         self.bytes = block_bytes * count
-        self._map = mmap.mmap(-1, 2 * self.bytes)
+        if shared:
+            with open(shared, "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 2 * self.bytes)
+        else:
+            self._map = mmap.mmap(-1, 2 * self.bytes)
         self.view = memoryview(self._map)
-        for i in range(count):
+        for i in range(0 if shared else count):
             self.source(i)[:] = os.urandom(block_bytes)
             self.target(i)[:] = bytes(block_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

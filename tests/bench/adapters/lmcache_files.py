@@ -25,9 +25,11 @@ class Files:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def open(self, folder: str, block_bytes: int, count: int, threads: int, direct: bool) -> None:
+    def open(
+        self, folder: str, block_bytes: int, count: int, threads: int, direct: bool, memory: str
+    ) -> None:
         self.folder = Path(folder)
-        self.memory = lines.Memory(block_bytes, count)
+        self.memory = lines.Memory(block_bytes, count, memory)
         whole = torch.frombuffer(self.memory.view, dtype=torch.uint8)
         self.objects = [self._object(whole, number) for number in range(2 * count)]
         self.folder.mkdir(parents=True)

@@ -12,10 +12,12 @@ import lines
 
 
 class Files:
-    def open(self, folder: str, block_bytes: int, count: int, threads: int, direct: bool) -> None:
+    def open(
+        self, folder: str, block_bytes: int, count: int, threads: int, direct: bool, memory: str
+    ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True)
-        self.memory = lines.Memory(block_bytes, count)
+        self.memory = lines.Memory(block_bytes, count, memory)
         self.flags = os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         self.jobs = lines.batches(count, threads)
         self.pool = ThreadPoolExecutor(threads)

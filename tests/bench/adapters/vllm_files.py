@@ -30,10 +30,12 @@ def _spec() -> SimpleNamespace:
 
 
 class Files:
-    def open(self, folder: str, block_bytes: int, count: int, threads: int, direct: bool) -> None:
+    def open(
+        self, folder: str, block_bytes: int, count: int, threads: int, direct: bool, memory: str
+    ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True)
-        self.memory = lines.Memory(block_bytes, count)
+        self.memory = lines.Memory(block_bytes, count, memory)
         view = self.memory.view.cast("B", (2 * count, block_bytes))
         # Every thread takes from both queues, so half of them each are as many as the others have.
         half = max(1, threads // 2)

@@ -83,7 +83,7 @@ class Orders:
         tiers = daemon._ladder.stack.secondaries
         writing: Counter[str] = Counter()
         for operation in daemon._ladder.stack.operations.values():
-            writing[operation.tier.name] += len(operation.nodes) if operation.kind == "write" else 0
+            writing[operation.tier.name] += len(operation.stored) if operation.kind == "write" else 0
         return Draining(
             id=request.id,
             draining=self.draining,

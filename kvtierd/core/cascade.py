@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import BlockAt, Write
 from kvtierd.core.model import BlockId, BlockKey, Departure, State, block_ids
-from kvtierd.core.residency import Node, root_first
+from kvtierd.core.residency import PoolNode, StoredNode, root_first
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.core.tier import PoolSpace, SecondaryTier
@@ -78,7 +78,7 @@ class Cascade:
         wished = min(missing, WRITE_BATCH)
         if self._fewest_leaving(space) >= wished:
             return  # they are on their way; a slow tier costs the turns nothing
-        victims: list[Node] = []
+        victims: list[PoolNode] = []
         while len(victims) < wished and (victim := space.blocks.victim()) is not None:
             space.blocks.pin(victim)  # so that the next one is another
             victims.append(victim)
@@ -91,7 +91,7 @@ class Cascade:
     def _fewest_leaving(self, space: PoolSpace) -> int:
         return min(len(tier.leaving.get(space.namespace, ())) for tier in self._demoting)
 
-    def _demote(self, victim: Node) -> None:
+    def _demote(self, victim: PoolNode) -> None:
         block_id = victim.block.id
         absent = [tier for tier in self._demoting if tier.resident(block_id) is None]
         if not absent:
@@ -110,13 +110,13 @@ class Cascade:
         """
         if tier.scanning or tier.in_flight or not tier.gate.may_write(self._stack.now):
             return
-        batch: list[tuple[Node, Node]] = []
+        batch: list[tuple[StoredNode, PoolNode]] = []
         while tier.wanted and self._fill(tier, batch) and not batch:
             pass  # all of them were dropped: look further
         if batch:
             self._start(tier, batch)
 
-    def _fill(self, tier: SecondaryTier, batch: list[tuple[Node, Node]]) -> bool:
+    def _fill(self, tier: SecondaryTier, batch: list[tuple[StoredNode, PoolNode]]) -> bool:
         """Look at the head of the queue; ``False`` when nothing left it or the next has to wait."""
         before = len(tier.wanted)
         for block_id in list(itertools.islice(tier.wanted, WRITE_BATCH)):
@@ -130,12 +130,12 @@ class Cascade:
                 return False
         return len(tier.wanted) < before
 
-    def _admit(self, tier: SecondaryTier, source: Node, batch: list[tuple[Node, Node]]) -> bool:
+    def _admit(self, tier: SecondaryTier, source: PoolNode, batch: list[tuple[StoredNode, PoolNode]]) -> bool:
         """Add one block to the batch; ``False`` when it has to wait for budget or deletions."""
         size = tier.spec.estimate(source.block)
         if tier.in_flight and tier.in_flight + size > tier.gate.write_limit():
             return False
-        node = Node(source.block, State.WRITING, size=size)
+        node = StoredNode(source.block, State.WRITING, size=size)
         node.pins = 1
         tier.add(node)  # from here on its parent is no candidate for eviction
         if not tier.fits(size):
@@ -153,10 +153,10 @@ class Cascade:
         batch.append((node, source))
         return True
 
-    def _start(self, tier: SecondaryTier, batch: list[tuple[Node, Node]]) -> None:
+    def _start(self, tier: SecondaryTier, batch: list[tuple[StoredNode, PoolNode]]) -> None:
         nodes = tuple(node for node, _ in batch)
         sources = tuple(source for _, source in batch)
-        op = self._stack.begin(Operation("write", tier, nodes, sources))
+        op = self._stack.begin(Operation("write", tier, pooled=sources, stored=nodes))
         blocks = tuple(BlockAt(source.block, source.slot) for source in sources)
         self._stack.effects.append(Write(op, tier.name, blocks))
         tier.gate.writes.started()
@@ -165,7 +165,7 @@ class Cascade:
         """Take a write's outcomes: visible and announced, or gone as if never tried."""
         tier = operation.tier
         size = tier.in_flight
-        for node, source, outcome in zip(operation.nodes, operation.sources, outcomes, strict=True):
+        for node, source, outcome in zip(operation.stored, operation.pooled, outcomes, strict=True):
             self._stack.primary.unpin((source,))
             tier.writing -= node.size
             tier.in_flight -= node.size
@@ -179,14 +179,14 @@ class Cascade:
         self._upkeep.relieve(tier, outcomes)
         self.pump(tier)
 
-    def _left(self, tier: SecondaryTier, source: Node) -> None:
+    def _left(self, tier: SecondaryTier, source: PoolNode) -> None:
         """Evict a block from the pool that was written for that reason, if it may still go."""
         if tier.left(source.block.id):
             space = self._stack.primary.space_of(source)
             if tier.resident(source.block.id) is not None and space.blocks.evictable(source):
                 self._stack.primary.forget(source, Departure.CAPACITY)
 
-    def _failed(self, tier: SecondaryTier, node: Node, outcome: Outcome) -> None:
+    def _failed(self, tier: SecondaryTier, node: StoredNode, outcome: Outcome) -> None:
         """Count a block that was not written; it gets one more try as long as the pool has it."""
         block_id = node.block.id
         tier.counters[f"write_{outcome.status.value}"] += 1
@@ -200,7 +200,7 @@ class Cascade:
         tier.retried.add(block_id)
         tier.wanted[block_id] = None
 
-    def _settle(self, tier: SecondaryTier, node: Node, outcome: Outcome) -> None:
+    def _settle(self, tier: SecondaryTier, node: StoredNode, outcome: Outcome) -> None:
         block_id = node.block.id
         doomed = block_id in tier.doomed
         tier.doomed.discard(block_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from kvtierd.core.effects import Revoked
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode
 from kvtierd.core.sessions import Quarantine, Sessions
 from kvtierd.core.stack import Stack
 
@@ -17,7 +17,7 @@ class Custody:
         self._stack = stack
         self._sessions = sessions
 
-    def quarantine(self, number: int, session: int, engine: str, nodes: list[Node]) -> None:
+    def quarantine(self, number: int, session: int, engine: str, nodes: list[PoolNode]) -> None:
         """Hold pinned nodes until the engine's processes have spoken, and tell its sessions so."""
         held = self._sessions.quarantine(number, session, engine, nodes)
         if held is None:

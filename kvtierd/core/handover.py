@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Counters, Placed, PoolState
 from kvtierd.core.model import BlockKey, State
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode
 from kvtierd.core.sessions import Job, Lease, Session
 
 
@@ -112,7 +112,7 @@ def _lease(lease: Lease, now: float) -> HandedLease:
     )
 
 
-def resume(ladder: Ladder, handed: Live, nodes: dict[int, Node], now: float) -> None:
+def resume(ladder: Ladder, handed: Live, nodes: dict[int, PoolNode], now: float) -> None:
     """Go on with sessions, jobs and leases; ``nodes`` by slot are those that are there already."""
     sessions = ladder.sessions
     for session in handed.sessions:
@@ -132,11 +132,11 @@ def resume(ladder: Ladder, handed: Live, nodes: dict[int, Node], now: float) -> 
         )
 
 
-def _resume_job(ladder: Ladder, job: HandedJob, nodes: dict[int, Node], now: float) -> None:
-    own: dict[BlockKey, Node] = {}
+def _resume_job(ladder: Ladder, job: HandedJob, nodes: dict[int, PoolNode], now: float) -> None:
+    own: dict[BlockKey, PoolNode] = {}
     for slot, generation, block in job.blocks:
         space = ladder.stack.primary.spaces[block.namespace]
-        node = Node(block, State.RESERVED, slot=slot, generation=generation)
+        node = PoolNode(block, State.RESERVED, slot=slot, generation=generation)
         node.pins = 1
         if slot in job.gone:
             node.state = State.GONE

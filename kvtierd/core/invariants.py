@@ -14,7 +14,7 @@ from kvtierd.core.holdings import Holdings
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import Departure, State
 from kvtierd.core.presence import FULL
-from kvtierd.core.residency import Link, Node, ResidentSet
+from kvtierd.core.residency import Link, N, Node, ResidentSet
 from kvtierd.core.sessions import Job, Lease
 from kvtierd.core.statistics import visible_blocks
 from kvtierd.core.tier import PoolSpace, SecondaryTier
@@ -80,7 +80,7 @@ def _check_presence(ladder: Ladder) -> None:
     if presence is None:
         return
     mask = len(presence.cells) - 1
-    nodes = [*ladder.stack.primary.nodes()]
+    nodes: list[Node] = [*ladder.stack.primary.nodes()]
     for tier in ladder.stack.secondaries:
         nodes += tier.blocks
     counts = Counter(crc32(node.block.key) & mask for node in nodes)
@@ -129,7 +129,7 @@ def _check_slots(space: PoolSpace) -> None:
         _require(held, f"a leaving node must be gone and pinned: {node}")
 
 
-def _check_set(blocks: ResidentSet) -> None:
+def _check_set(blocks: ResidentSet[N]) -> None:
     children: Counter[tuple[str, Link | None]] = Counter()
     for node in blocks:
         _require(node.state is not State.GONE, f"a node of the set is marked gone: {node}")
@@ -171,7 +171,7 @@ def _check_secondary(ladder: Ladder, tier: SecondaryTier) -> None:
             pinned or tier.used + tier.writing <= capacity, f"{tier.name}: over its capacity of {capacity}"
         )
     reads = [op for op in ladder.stack.operations.values() if op.kind == "read" and op.tier is tier]
-    reading = sum(node.block.payload_bytes for op in reads for node in op.nodes)
+    reading = sum(node.block.payload_bytes for op in reads for node in op.pooled)
     _require(reading == tier.loading.reading, f"{tier.name}: {reading} bytes are read, not as counted")
     _check_queues(ladder, tier)
     for block_id in tier.deletes:
@@ -201,7 +201,7 @@ def _check_accounts(tier: SecondaryTier) -> None:
 def _check_queues(ladder: Ladder, tier: SecondaryTier) -> None:
     """Nothing is kept about blocks that nothing is under way for."""
     operations = [op for op in ladder.stack.operations.values() if op.tier is tier]
-    writing = {node.block.id for op in operations if op.kind == "write" for node in op.nodes}
+    writing = {node.block.id for op in operations if op.kind == "write" for node in op.stored}
     for leaving in tier.leaving.values():
         _require(leaving <= {*tier.wanted, *writing}, f"{tier.name}: blocks leave the pool without a write")
     for block_id in tier.stuck:
@@ -219,7 +219,7 @@ def _expected_pins(ladder: Ladder) -> Counter[int]:
     holders += [load.nodes for load in ladder.loads.waiting.values()]
     holders.append(ladder.loads.promotion.grace)
     for operation in ladder.stack.operations.values():
-        holders += [operation.nodes, operation.sources]
+        holders += [operation.pooled, operation.stored]
     for nodes in holders:
         pins.update(id(node) for node in nodes)
     return pins

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvtierd.core.effects import InventoryEntry, InventoryPage, SurveyEntry
-from kvtierd.core.model import State, event_hash
-from kvtierd.core.residency import Node, ResidentSet
+from kvtierd.core.model import BlockKey, State, event_hash
+from kvtierd.core.residency import N, Node, ResidentSet, size_of
 from kvtierd.core.sessions import Session
 from kvtierd.core.stack import Stack
 from kvtierd.core.stimuli import Inventory
@@ -88,8 +88,9 @@ class Pages:
         resident = State.RESIDENT
         specs = [self._stack.primary.spec, *(tier.spec for tier in self._stack.secondaries)]
         space = self._stack.primary.spaces.get(namespace)
-        indexes = [tier.blocks.of(namespace) for tier in self._stack.secondaries]
-        for spec, index in zip(specs, [space.index if space is not None else {}, *indexes], strict=True):
+        indexes: list[Mapping[BlockKey, Node]] = [{} if space is None else space.index]
+        indexes += [tier.blocks.of(namespace) for tier in self._stack.secondaries]
+        for spec, index in zip(specs, indexes, strict=True):
             if only is None or spec.name == only:
                 yield spec, [node for node in index.values() if node.state is resident]
 
@@ -104,11 +105,10 @@ def _entry(spec: TierSpec, node: Node) -> InventoryEntry:
     return InventoryEntry(spec.name, spec.medium.value, locality, block.key, block.hashes, block.dp_rank)
 
 
-def _residencies(tier: str, blocks: ResidentSet, slot_bytes: int = 0) -> Iterator[SurveyEntry]:
-    nodes: list[Node] = list(blocks)
-    for node in nodes:
+def _residencies(tier: str, blocks: ResidentSet[N], slot_bytes: int = 0) -> Iterator[SurveyEntry]:
+    for node in list(blocks):
         if node.state is State.RESIDENT:
             block = node.block
             namespace, key = block.namespace, block.key
             hashes = block.hashes if block.hashes != (event_hash(key),) else ()
-            yield SurveyEntry(tier, namespace, key, slot_bytes or node.size, block.dp_rank, hashes)
+            yield SurveyEntry(tier, namespace, key, size_of(node, slot_bytes), block.dp_rank, hashes)

@@ -13,7 +13,7 @@ from kvtierd.core.glance import all_resident
 from kvtierd.core.model import BlockId, BlockKey, KeyState, Scope, State, block_ids, group_of
 from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion, Readable
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Lease, Session, Sessions
 from kvtierd.core.stack import Operation, Stack
@@ -36,7 +36,7 @@ class Waiting:
     scope: tuple[str, ...] | None
     keys: tuple[BlockKey, ...]
     rest: deque[BlockKey]
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[PoolNode] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
 
@@ -51,7 +51,7 @@ class Loads:
         self.promotion = Promotion(stack, self._node_settled)
         self.probing = Probing(stack)
         self.waiting: dict[int, Waiting] = {}
-        self._waiters: dict[Node, list[int]] = {}
+        self._waiters: dict[PoolNode, list[int]] = {}
         """Which loads wait for a block that is being promoted."""
         self._touched: set[int] = set()
         self._unfilled: set[int] = set()
@@ -71,7 +71,7 @@ class Loads:
         ids = block_ids(session.namespace, request.keys)
         scope = self._sources(request.scope)
         below = self.promotion.readable(session.namespace, scope)
-        fresh: list[Node] = []
+        fresh: list[PoolNode] = []
         if all_resident(space, request.keys):
             states = [HIT] * len(ids)
         else:
@@ -114,7 +114,7 @@ class Loads:
     @staticmethod
     def _held(
         space: PoolSpace, ids: Sequence[BlockId], states: list[KeyState], request: Lookup
-    ) -> list[Node]:
+    ) -> list[PoolNode]:
         """Return the HITs that the lookup's lease covers."""
         end = len(ids) if request.everywhere else _leading(state is HIT for state in states)
         index, keys = space.index, request.keys[:end]
@@ -129,7 +129,7 @@ class Loads:
         self._stack.answer(session.number, Done(id=request.id, count=count))
 
     def _states(
-        self, space: PoolSpace, keys: Iterable[BlockKey], below: Sequence[Readable], fresh: list[Node]
+        self, space: PoolSpace, keys: Iterable[BlockKey], below: Sequence[Readable], fresh: list[PoolNode]
     ) -> list[KeyState]:
         """Return each block's state; the hottest loop of the daemon, so it calls next to nothing.
 
@@ -217,7 +217,7 @@ class Loads:
         self,
         states: list[KeyState],
         below: Iterable[Readable],
-        fresh: Sequence[Node],
+        fresh: Sequence[PoolNode],
         *,
         looks: bool,
         probed: int,
@@ -329,7 +329,7 @@ class Loads:
                 return False
         return not load.rest
 
-    def _node_settled(self, node: Node) -> None:
+    def _node_settled(self, node: PoolNode) -> None:
         self._touched.update(self._waiters.pop(node, ()))
 
     def read(self, operation: Operation, outcomes: Sequence[Outcome]) -> None:
@@ -393,7 +393,7 @@ class Loads:
     # -- leases -------------------------------------------------------------------------------------
 
     def _lease(
-        self, session: Session, nodes: list[Node], seconds: float, *, exposed: bool, pinned: bool = False
+        self, session: Session, nodes: list[PoolNode], seconds: float, *, exposed: bool, pinned: bool = False
     ) -> int:
         if not pinned:
             pin = self._stack.primary.spaces[session.namespace].blocks.pin

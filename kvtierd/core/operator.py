@@ -13,7 +13,7 @@ from kvtierd.core.effects import ErrorCode, LadderReply, Refused, Removed
 from kvtierd.core.model import BlockId, Departure, Layout, State
 from kvtierd.core.refusal import Refusal, check_tiers
 from kvtierd.core.resets import Resets
-from kvtierd.core.residency import Node, ResidentSet, leaf_first
+from kvtierd.core.residency import PoolNode, ResidentSet, StoredNode, leaf_first, size_of
 from kvtierd.core.stack import Removals, Stack
 from kvtierd.core.stimuli import OperatorEvict, OperatorRequest, OperatorReset
 from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier
@@ -23,13 +23,16 @@ EVICT_SLICE = 256
 FULL_NAMESPACE = 32
 
 
+AnyNode = PoolNode | StoredNode
+
+
 @dataclass(slots=True)
 class _Evicting:
     session: int
     request: OperatorEvict
     tier: PrimaryTier | SecondaryTier
     namespaces: tuple[str, ...] | None
-    candidates: Iterator[tuple[Node, int]]
+    candidates: Iterator[tuple[AnyNode, int]]
     """What may go next, and the bytes that it takes."""
     gone: Removals = field(default_factory=Removals)
 
@@ -132,10 +135,10 @@ class Operator:
             for node in blocks if name in tiers else ():
                 within = namespaces is None or node.block.namespace in namespaces
                 if within and node.state is State.RESIDENT:
-                    found.note(name, slot_bytes or node.size)
+                    found.note(name, size_of(node, slot_bytes))
         return found
 
-    def _sets(self) -> Iterator[tuple[str, ResidentSet, int]]:
+    def _sets(self) -> Iterator[tuple[str, Iterable[AnyNode], int]]:
         for space in self._stack.primary.spaces.values():
             yield self._stack.primary.name, space.blocks, space.geometry.slot_bytes
         for tier in self._stack.secondaries:
@@ -175,9 +178,10 @@ class Operator:
         ids: list[BlockId] = []
         for node, size in itertools.islice(evicting.candidates, EVICT_SLICE):
             evicting.gone.note(evicting.tier.name, size)
-            if isinstance(evicting.tier, PrimaryTier):
-                evicting.tier.forget(node, Departure.CLEARED)
+            if isinstance(node, PoolNode):
+                self._stack.primary.forget(node, Departure.CLEARED)
             else:
+                assert isinstance(evicting.tier, SecondaryTier), evicting
                 self._stack.retire(evicting.tier, node, Departure.CLEARED)
                 evicting.tier.unwant(node.block.id)
             ids.append(node.block.id)
@@ -200,7 +204,7 @@ class Operator:
         )
         self._stack.answer(evicting.session, reply)
 
-    def _candidates(self, evicting: _Evicting) -> Iterator[tuple[Node, int]]:
+    def _candidates(self, evicting: _Evicting) -> Iterator[tuple[AnyNode, int]]:
         """Yield one block after the other that may go; each has to be taken out before the next."""
         if evicting.namespaces is None:
             yield from self._victims(evicting)
@@ -208,11 +212,10 @@ class Operator:
         for node, size in self._ordered(evicting):
             if evicting.done:
                 return
-            blocks = self._set_of(evicting.tier, node)
-            if node.state is State.RESIDENT and blocks.evictable(node):
+            if node.state is State.RESIDENT and ResidentSet.evictable(node):
                 yield node, size
 
-    def _victims(self, evicting: _Evicting) -> Iterator[tuple[Node, int]]:
+    def _victims(self, evicting: _Evicting) -> Iterator[tuple[AnyNode, int]]:
         """Yield what the tier's policy lets go first; of the pool's layouts the fullest one first."""
         while not evicting.done:
             if isinstance(evicting.tier, SecondaryTier):
@@ -227,22 +230,18 @@ class Operator:
                 return
             yield found
 
-    def _ordered(self, evicting: _Evicting) -> list[tuple[Node, int]]:
+    def _ordered(self, evicting: _Evicting) -> list[tuple[AnyNode, int]]:
         sizes = dict(self._inside(evicting))
         return [(node, sizes[node]) for node in leaf_first(sizes)]
 
-    def _inside(self, evicting: _Evicting) -> Iterator[tuple[Node, int]]:
+    def _inside(self, evicting: _Evicting) -> Iterator[tuple[AnyNode, int]]:
         for name, blocks, slot_bytes in self._sets():
             for node in blocks if name == evicting.tier.name else ():
                 if evicting.namespaces is None or node.block.namespace in evicting.namespaces:
-                    yield node, slot_bytes or node.size
-
-    @staticmethod
-    def _set_of(tier: PrimaryTier | SecondaryTier, node: Node) -> ResidentSet:
-        return tier.blocks if isinstance(tier, SecondaryTier) else tier.space_of(node).blocks
+                    yield node, size_of(node, slot_bytes)
 
 
-def _victim_of(space: PoolSpace) -> tuple[Node, int] | None:
+def _victim_of(space: PoolSpace) -> tuple[AnyNode, int] | None:
     victim = space.blocks.victim()
     return None if victim is None else (victim, space.geometry.slot_bytes)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.model import BlockId, State
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode
 from kvtierd.core.slots import Extent
 from kvtierd.core.tier import PoolSpace, SecondaryTier
 from kvtierd.errors import InvariantBroken
@@ -28,7 +28,7 @@ class Patrol:
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
-        self._round: Iterator[tuple[PoolSpace, Node]] | None = None
+        self._round: Iterator[tuple[PoolSpace, PoolNode]] | None = None
         self._seen = bytearray()
         self._began = float("-inf")
         self.looks = self.rounds = self.blocks = 0
@@ -58,9 +58,9 @@ class Patrol:
             self._round, self._seen = None, bytearray()
             self.rounds += 1
 
-    def _list(self) -> list[tuple[PoolSpace, Node]]:
+    def _list(self) -> list[tuple[PoolSpace, PoolNode]]:
         """Return the pool's blocks; free slots are noted as seen, so that no block may have one of them."""
-        found: list[tuple[PoolSpace, Node]] = []
+        found: list[tuple[PoolSpace, PoolNode]] = []
         for space in self._ladder.stack.primary.spaces.values():
             found += zip(itertools.repeat(space), space.blocks)
             for slot in space.arena.free_list():
@@ -74,7 +74,7 @@ class Patrol:
         self._seen[at] |= bit
         return before
 
-    def _prove(self, space: PoolSpace, node: Node) -> None:
+    def _prove(self, space: PoolSpace, node: PoolNode) -> None:
         block_id = node.block.id
         _require(space.blocks.get(block_id) is node, f"{node} is not where its name leads", block_id)
         _require(node.pins >= 0, f"{node} has fewer than no pins", block_id)
@@ -126,7 +126,7 @@ def _owns(extents: Sequence[Extent], slot: int) -> bool:
     return any(extent.start <= slot < extent.start + extent.units for extent in extents)
 
 
-def _require_pins(holder: str, nodes: Sequence[Node]) -> None:
+def _require_pins(holder: str, nodes: Sequence[PoolNode]) -> None:
     for node in nodes:
         _require(node.pins > 0, f"{holder} holds {node}, which nobody pinned", node.block.id)
 

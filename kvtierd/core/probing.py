@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtierd.core.effects import Probe
 from kvtierd.core.model import BlockId, State
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import StoredNode
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import FoundBlock
 from kvtierd.core.tier import SecondaryTier
@@ -78,7 +78,7 @@ class Probing:
         for item in found:
             block_id = item.block.id
             if block_id in ids and tier.blocks.get(block_id) is None and block_id not in tier.stuck:
-                node = Node(item.block, State.RESIDENT, size=item.stored_bytes)
+                node = StoredNode(item.block, State.RESIDENT, size=item.stored_bytes)
                 tier.add(node)
                 tier.show(node, self._stack.now)
                 tier.counters["probe_found"] += 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvtierd.core.effects import BlockAt, Read
 from kvtierd.core.model import BlockId, BlockKey, Departure, State, group_of
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode, StoredNode
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import Outcome, Status
 from kvtierd.core.tier import PoolSpace, SecondaryTier
@@ -29,7 +29,7 @@ class Readable:
     """
 
     tier: SecondaryTier
-    find: Callable[[BlockKey], Node | None]
+    find: Callable[[BlockKey], StoredNode | None]
     room: float
     cold: int = 0
 
@@ -40,13 +40,13 @@ class Promotion:
     ``settled`` is called for every node that a load waits for when its read ended, well or not.
     """
 
-    def __init__(self, stack: Stack, settled: Callable[[Node], None]) -> None:
+    def __init__(self, stack: Stack, settled: Callable[[PoolNode], None]) -> None:
         self._stack = stack
         self._settled = settled
-        self._batches: dict[str, list[tuple[Node, Node]]] = {}
-        self.grace: dict[Node, float] = {}
+        self._batches: dict[str, list[tuple[PoolNode, StoredNode]]] = {}
+        self.grace: dict[PoolNode, float] = {}
         """Promoted blocks that are pinned until they are read, or until the time given."""
-        self.counted: set[Node] = set()
+        self.counted: set[PoolNode] = set()
         """Blocks whose hit was counted when a lookup began their promotion: who asks next asks again."""
 
     def readable(self, namespace: str, tiers: tuple[str, ...] | None) -> list[Readable]:
@@ -81,14 +81,14 @@ class Promotion:
         """Whether the layout's promotion budget is used up."""
         return space.promoting >= max(1, int(space.most_slots() * SHARE))
 
-    def start(self, space: PoolSpace, block_id: BlockId, tier: SecondaryTier) -> Node | None:
+    def start(self, space: PoolSpace, block_id: BlockId, tier: SecondaryTier) -> PoolNode | None:
         """Reserve a slot and note the read; ``None`` when the pool has no room. :meth:`flush` sends it."""
         if self.full(space):
             self._stack.primary.counters["promotion_over_budget"] += 1
             return None
         below = tier.blocks.known(block_id)
         tier.blocks.pin(below)  # neither may the room made in the pool ever cost the source
-        node = Node(below.block, State.LOADING, generation=self._stack.next_generation())
+        node = PoolNode(below.block, State.LOADING, generation=self._stack.next_generation())
         node.pins = 1
         space.blocks.add(node)
         space.unread[block_id.key] = tier.name
@@ -124,12 +124,12 @@ class Promotion:
         answered = any(outcome.status is not Status.FAILED for outcome in outcomes)
         fault = next((outcome.reason for outcome in outcomes), "") or "reads fail"
         tier.gate.reads.ended(self._stack.now, None if answered else fault)
-        asked = sum(node.block.payload_bytes for node in operation.nodes)
+        asked = sum(node.block.payload_bytes for node in operation.pooled)
         good = (outcome.status is Status.OK for outcome in outcomes)
-        came = sum(node.block.payload_bytes for node, ok in zip(operation.nodes, good, strict=True) if ok)
+        came = sum(node.block.payload_bytes for node, ok in zip(operation.pooled, good, strict=True) if ok)
         tier.loading.ended(asked, came, self._stack.now)
-        corrupt: list[Node] = []
-        for node, below, outcome in zip(operation.nodes, operation.sources, outcomes, strict=True):
+        corrupt: list[StoredNode] = []
+        for node, below, outcome in zip(operation.pooled, operation.stored, outcomes, strict=True):
             below.pins -= 1
             tier.counters[f"read_{outcome.status.value}"] += 1
             self._settle_source(tier, below, outcome, corrupt)
@@ -137,7 +137,7 @@ class Promotion:
             self._settled(node)
         self._stack.delete(tier, corrupt, Departure.CORRUPT)
 
-    def _settle_target(self, node: Node, outcome: Outcome) -> None:
+    def _settle_target(self, node: PoolNode, outcome: Outcome) -> None:
         primary = self._stack.primary
         if outcome.status is Status.OK and node.state is not State.GONE:
             primary.publish((node,))
@@ -150,19 +150,19 @@ class Promotion:
         primary.space_of(node).promoting -= 1
         primary.unpin((node,))
 
-    def claim(self, node: Node) -> None:
+    def claim(self, node: PoolNode) -> None:
         """End a promoted block's grace: it is being read, and pinned by the reader."""
         if self.grace.pop(node, None) is not None:
             self._settle_count(node)
             self._stack.primary.space_of(node).promoting -= 1
             self._stack.primary.unpin((node,))
 
-    def _settle_count(self, node: Node) -> None:
+    def _settle_count(self, node: PoolNode) -> None:
         if node in self.counted:
             self.counted.discard(node)
             self.told(node)
 
-    def told(self, node: Node) -> None:
+    def told(self, node: PoolNode) -> None:
         """Forget where a block came from: it is counted for that tier."""
         if node.state is not State.GONE:  # its successor may have been promoted, too
             self._stack.primary.space_of(node).unread.pop(node.block.key, None)
@@ -177,12 +177,14 @@ class Promotion:
 
     def stalled(self, operation: Operation) -> None:
         """Stop waiting for a read past its deadline; its slots stay pinned until it really ends."""
-        for node in operation.nodes:
+        for node in operation.pooled:
             if node.state is not State.GONE:
                 self._stack.primary.abandon(node)
             self._settled(node)
 
-    def _settle_source(self, tier: SecondaryTier, below: Node, outcome: Outcome, corrupt: list[Node]) -> None:
+    def _settle_source(
+        self, tier: SecondaryTier, below: StoredNode, outcome: Outcome, corrupt: list[StoredNode]
+    ) -> None:
         lost = outcome.status in (Status.CORRUPT, Status.GONE)
         if outcome.status is not Status.OK:
             tier.last_fault = outcome.reason or outcome.status.value

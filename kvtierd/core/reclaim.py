@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvtierd.core.ledger import Shaped
 from kvtierd.core.model import Departure
-from kvtierd.core.residency import Link, Node, leaf_first
+from kvtierd.core.residency import Link, PoolNode, leaf_first
 
 if TYPE_CHECKING:
     from kvtierd.core.stack import Stack
@@ -79,16 +79,16 @@ def _give_up_one(stack: Stack, space: PoolSpace) -> int:
     return space.arena.shrink()
 
 
-def _cheapest(space: PoolSpace) -> Iterable[Node]:
+def _cheapest(space: PoolSpace) -> Iterable[PoolNode]:
     """Return the blocks that go with the cheapest extent; none where each has a slot that is in use.
 
     Its own blocks count, and those children of theirs that lie elsewhere: they would go with them.
     """
     extents = sorted(space.arena.extents, key=lambda extent: extent.start)
     starts = [extent.start for extent in extents]
-    owned: list[list[Node]] = [[] for _ in extents]
+    owned: list[list[PoolNode]] = [[] for _ in extents]
     where: dict[Link, int] = {}
-    children: dict[Link, list[Node]] = {}
+    children: dict[Link, list[PoolNode]] = {}
     for node in space.blocks:
         index = bisect.bisect(starts, node.slot) - 1
         where[node.link] = index
@@ -116,7 +116,7 @@ def _free_by_extent(space: PoolSpace, starts: list[int]) -> list[int]:
     return free
 
 
-def _with_descendants(nodes: Iterable[Node], children: dict[Link, list[Node]]) -> list[Node]:
+def _with_descendants(nodes: Iterable[PoolNode], children: dict[Link, list[PoolNode]]) -> list[PoolNode]:
     """Return blocks and all that hang from them, but those in use."""
     found = dict.fromkeys(nodes)
     waiting = list(found)

@@ -12,7 +12,7 @@ from kvtierd.core.handover import Live, resume
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Held, PoolState, Shaped
 from kvtierd.core.model import Block, BlockId, State, block_key
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode
 from kvtierd.core.slots import Extent
 from kvtierd.core.spaces import make_space
 
@@ -73,12 +73,14 @@ def _known_holders(ladder: Ladder, state: PoolState) -> list[Held]:
     return [one for one in state.held.values() if one.engine in sessions.mapped]
 
 
-def _nodes(state: PoolState, held: Sequence[Held]) -> dict[str, dict[int, Node]]:
+def _nodes(state: PoolState, held: Sequence[Held]) -> dict[str, dict[int, PoolNode]]:
     """Return each namespace's blocks by slot, in the order in which they came."""
-    found: dict[str, dict[int, Node]] = {namespace: {} for namespace in state.shapes}
+    found: dict[str, dict[int, PoolNode]] = {namespace: {} for namespace in state.shapes}
     try:
         for slot, generation, block in state.blocks.values():
-            found[block.common.namespace][slot] = Node(block, State.RESIDENT, slot, generation)
+            found[block.common.namespace][slot] = PoolNode(
+                block, State.RESIDENT, slot=slot, generation=generation
+            )
         for one in held:
             found[one.namespace]
     except KeyError as error:
@@ -86,7 +88,7 @@ def _nodes(state: PoolState, held: Sequence[Held]) -> dict[str, dict[int, Node]]
     return found
 
 
-def _shape(ladder: Ladder, shaped: Shaped, nodes: dict[int, Node], held: Sequence[Held]) -> None:
+def _shape(ladder: Ladder, shaped: Shaped, nodes: dict[int, PoolNode], held: Sequence[Held]) -> None:
     space = make_space(ladder.stack, shaped.layout)
     kept = {slot for one in held if one.namespace == space.namespace for slot in one.slots}
     if not space.arena.restore([Extent(*extent) for extent in shaped.extents], nodes.keys() | kept):
@@ -98,17 +100,17 @@ def _shape(ladder: Ladder, shaped: Shaped, nodes: dict[int, Node], held: Sequenc
         raise Inconsistent(f"a block of namespace {space.namespace} is in two slots") from None
 
 
-def _stand_in(ladder: Ladder, held: Held, nodes: dict[int, Node], reserved: set[int]) -> None:
+def _stand_in(ladder: Ladder, held: Held, nodes: dict[int, PoolNode], reserved: set[int]) -> None:
     """Have a node for every held slot: where nothing is visible, one that only keeps the slot out of use."""
     space = ladder.stack.primary.spaces[held.namespace]
     for slot in held.slots:
         if slot not in nodes and slot not in reserved:
-            node = Node(Block.of(BlockId(space.namespace, NO_KEY), 0), State.GONE, slot=slot)
+            node = PoolNode(Block.of(BlockId(space.namespace, NO_KEY), 0), State.GONE, slot=slot)
             nodes[slot] = node
             space.leaving.add(node)
 
 
-def _quarantine(ladder: Ladder, held: Held, nodes: dict[int, Node]) -> None:
+def _quarantine(ladder: Ladder, held: Held, nodes: dict[int, PoolNode]) -> None:
     """Keep slots out of use until the engine's processes have spoken; tell those that are connected."""
     space = ladder.stack.primary.spaces[held.namespace]
     own = [nodes[slot] for slot in dict.fromkeys(held.slots)]

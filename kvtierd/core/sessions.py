@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvtierd.core.holdings import Holdings
 from kvtierd.core.ledger import Counters, Ended, Held, Ledger, Mapped, Unmapped
 from kvtierd.core.model import BlockKey
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode
 from kvtierd.core.stimuli import Role
 
 
@@ -27,7 +27,7 @@ class Job:
     engine: str
     generation: int
     deadline: float
-    nodes: dict[BlockKey, Node]
+    nodes: dict[BlockKey, PoolNode]
     store_to: tuple[str, ...] | None
     failed: set[BlockKey] = field(default_factory=set)
 
@@ -40,7 +40,7 @@ class Lease:
     session: int
     engine: str
     deadline: float
-    nodes: list[Node]
+    nodes: list[PoolNode]
     exposed: bool
 
 
@@ -52,7 +52,7 @@ class Quarantine:
     engine: str
     session: int
     fence: int
-    nodes: list[Node]
+    nodes: list[PoolNode]
     waiting: set[bytes]
 
 
@@ -103,7 +103,7 @@ class Sessions:
         """Go on counting where an earlier daemon stopped."""
         self.fence, self._number = counters.fence, counters.number
 
-    def hold(self, number: int, engine: str, nodes: Sequence[Node]) -> None:
+    def hold(self, number: int, engine: str, nodes: Sequence[PoolNode]) -> None:
         """Note that an engine was told the slots of nodes, under the number of a job or lease."""
         if self.ledger.on and nodes:
             self.ledger.note(_held(number, engine, nodes))
@@ -132,7 +132,7 @@ class Sessions:
 
     def holds(self) -> list[Held]:
         """Return what engines may be copying into or out of, as the ledger notes it."""
-        nodes: list[tuple[int, str, list[Node]]] = [
+        nodes: list[tuple[int, str, list[PoolNode]]] = [
             *((job.number, job.engine, list(job.nodes.values())) for job in self.jobs.values()),
             *((lease.number, lease.engine, lease.nodes) for lease in self.leases.values() if lease.exposed),
             *((held.number, held.engine, held.nodes) for held in self.quarantines.values()),
@@ -153,7 +153,7 @@ class Sessions:
         """Return the open sessions of an engine."""
         return [session for session in self.open.values() if session.engine == engine]
 
-    def quarantine(self, number: int, session: int, engine: str, nodes: list[Node]) -> Quarantine | None:
+    def quarantine(self, number: int, session: int, engine: str, nodes: list[PoolNode]) -> Quarantine | None:
         """Hold nodes for the engine's processes; ``None`` when none of them lives: nothing is held."""
         waiting = set(self.mapped.get(engine, ()))
         if not waiting:
@@ -202,5 +202,5 @@ class Sessions:
         self.let_go(held.number)
 
 
-def _held(number: int, engine: str, nodes: Sequence[Node]) -> Held:
+def _held(number: int, engine: str, nodes: Sequence[PoolNode]) -> Held:
     return Held(number, engine, nodes[0].block.namespace, tuple(node.slot for node in nodes))

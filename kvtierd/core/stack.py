@@ -11,19 +11,19 @@ from kvtierd.core.effects import Answer, Delete, Effect, LadderReply
 from kvtierd.core.model import BlockId, BlockKey, Departure, State
 from kvtierd.core.presence import Presence
 from kvtierd.core.reclaim import reclaim
-from kvtierd.core.residency import Node, leaf_first
+from kvtierd.core.residency import PoolNode, StoredNode, leaf_first
 from kvtierd.core.tenants import Tenants
 from kvtierd.core.tier import PoolSpace, PrimaryTier, SecondaryTier, Tier, TierSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Work in flight at an edge. ``nodes`` are what it holds: pool nodes for reads, tier nodes for writes."""
+    """Work in flight at an edge. Reads go from ``stored`` to ``pooled``, block by block, writes back."""
 
     kind: str
     tier: SecondaryTier
-    nodes: tuple[Node, ...] = ()
-    sources: tuple[Node, ...] = ()
+    pooled: tuple[PoolNode, ...] = ()
+    stored: tuple[StoredNode, ...] = ()
 
 
 @dataclass(slots=True)
@@ -181,13 +181,13 @@ class Stack:
         self.delete(tier, victims, Departure.CLEARED)
         return len(victims)
 
-    def retire(self, tier: SecondaryTier, node: Node, why: Departure) -> None:
+    def retire(self, tier: SecondaryTier, node: StoredNode, why: Departure) -> None:
         """Forget a visible block of a tier; its bytes count until :meth:`start_delete`'s work is done."""
         tier.forget(node, why)
         tier.deletes[node.block.id] = node.size
         tier.deleting += node.size
 
-    def delete(self, tier: SecondaryTier, nodes: Sequence[Node], why: Departure) -> None:
+    def delete(self, tier: SecondaryTier, nodes: Sequence[StoredNode], why: Departure) -> None:
         """Forget visible blocks of a tier and have their storage deleted.
 
         A block that is being read is deleted when the read ends (the promotion sees to it).

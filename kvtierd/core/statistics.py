@@ -84,7 +84,7 @@ def visible_blocks(stack: Stack) -> dict[str, int]:
     visible[stack.primary.name] = counters["stored"] + counters["restored"] - counters["removed"]
     for operation in stack.operations.values():
         if operation.kind == "write":
-            visible[operation.tier.name] -= len(operation.nodes)
+            visible[operation.tier.name] -= len(operation.stored)
     return visible
 
 

@@ -8,7 +8,7 @@ from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
 from kvtierd.core.model import Block, BlockKey, BlockMeta, SkipReason, State, group_of
-from kvtierd.core.residency import Link, Node, links_of
+from kvtierd.core.residency import Link, PoolNode, links_of
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Job, Session, Sessions
 from kvtierd.core.stack import Stack
@@ -27,7 +27,7 @@ class Stores:
         self._custody = custody
         self._cascade = cascade
         self._ttl = job_ttl
-        self._wishes: dict[Node, set[tuple[str, ...] | None]] = {}
+        self._wishes: dict[PoolNode, set[tuple[str, ...] | None]] = {}
         """Where else blocks shall go that a store found reserved by another one (pending is not never)."""
 
     def retune(self, job_ttl: float) -> None:
@@ -40,7 +40,7 @@ class Stores:
         index, namespace, sizes = space.index, session.namespace, space.geometry.payload_bytes
         only = sizes[0] if len(sizes) == 1 else 0
         metas: Sequence[BlockMeta | None] = request.meta or (None,) * len(request.keys)
-        reserved: dict[BlockKey, Node] = {}
+        reserved: dict[BlockKey, PoolNode] = {}
         skipped: list[Skipped] = []
         refused: set[Link] = set()
         generation = self._stack.next_generation()
@@ -53,7 +53,7 @@ class Stores:
                 continue
             size = only or sizes[group_of(key)]
             block = Block.of((namespace, key), size, meta, session.dp_rank, block)
-            node = Node(block, State.RESERVED, -1, generation, 0, 1)
+            node = PoolNode(block, State.RESERVED, 1, generation=generation)
             reason = self._reserve(space, node, refused)
             if reason is None:
                 reserved[key] = node
@@ -78,13 +78,13 @@ class Stores:
         )
 
     @staticmethod
-    def _present(space: PoolSpace, node: Node) -> SkipReason:
+    def _present(space: PoolSpace, node: PoolNode) -> SkipReason:
         if node.state is not State.RESIDENT:
             return SkipReason.PENDING
         space.blocks.touch(node)
         return SkipReason.RESIDENT
 
-    def _reserve(self, space: PoolSpace, node: Node, refused: set[Link]) -> SkipReason | None:
+    def _reserve(self, space: PoolSpace, node: PoolNode, refused: set[Link]) -> SkipReason | None:
         """Put a block into the set and give it a slot, or say why not; then it is among the refused."""
         if refused and (links := links_of(node.block))[1] in refused:
             refused.add(links[0])
@@ -116,7 +116,7 @@ class Stores:
         return select(patterns, self._stack.secondaries)
 
     def _open_job(
-        self, session: Session, request: PrepareStore, nodes: dict[BlockKey, Node], generation: int
+        self, session: Session, request: PrepareStore, nodes: dict[BlockKey, PoolNode], generation: int
     ) -> int:
         number = self._sessions.next_number()
         self._sessions.jobs[number] = Job(

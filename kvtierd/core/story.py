@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvtierd.core.ladder import Ladder
@@ -69,15 +69,15 @@ def _shown(entry: _Entry) -> str:
 
 def _whereabouts(ladder: Ladder, block_id: BlockId) -> Iterator[str]:
     stack, sessions = ladder.stack, ladder.sessions
-    found = [(stack.primary.name, stack.primary.get(block_id))]
+    found: list[tuple[str, Node | None]] = [(stack.primary.name, stack.primary.get(block_id))]
     found += [(tier.name, tier.blocks.get(block_id)) for tier in stack.secondaries]
     yield from (f"  in {tier}: {node}" for tier, node in found if node is not None)
-    holders: list[tuple[str, int, list[Node]]] = [
+    holders: list[tuple[str, int, Sequence[Node]]] = [
         ("job", job.number, list(job.nodes.values())) for job in sessions.jobs.values()
     ]
     holders += [("lease", lease.number, lease.nodes) for lease in sessions.leases.values()]
     holders += [("quarantine", held.number, held.nodes) for held in sessions.quarantines.values()]
-    holders += [(f"{of.kind} operation", op, [*of.nodes, *of.sources]) for op, of in stack.operations.items()]
+    holders += [(f"{of.kind} operation", op, [*of.pooled, *of.stored]) for op, of in stack.operations.items()]
     for what, number, nodes in holders:
         for node in nodes:
             if node.block.id == block_id:

@@ -26,7 +26,7 @@ from kvtierd.core.pace import ReadPace
 from kvtierd.core.policies.base import Policy
 from kvtierd.core.policies.fair import Fair
 from kvtierd.core.policies.lru import Lru
-from kvtierd.core.residency import Node, ResidentSet
+from kvtierd.core.residency import PoolNode, ResidentSet, StoredNode
 from kvtierd.core.slots import Arena, ExtentMap
 from kvtierd.core.stimuli import TierLimits
 from kvtierd.core.tenants import Account, Accounts, Tenants
@@ -104,7 +104,7 @@ class PoolSpace:
         self.namespace = layout.namespace()
         self.geometry = geometry
         self.arena = Arena(extents, geometry.units)
-        self.blocks = ResidentSet(policy)
+        self.blocks: ResidentSet[PoolNode] = ResidentSet(policy)
         self.index = self.blocks.of(self.namespace)
         """The layout's nodes by key."""
         self.sessions: set[int] = set()
@@ -112,7 +112,7 @@ class PoolSpace:
         """Slots of promotions under way or not read yet."""
         self.unread: dict[BlockKey, str] = {}
         """Blocks of the set that were promoted, and are not counted yet for the tier that they came from."""
-        self.leaving: set[Node] = set()
+        self.leaving: set[PoolNode] = set()
         """Nodes that left the set but are pinned: their slots are not free yet."""
         self.awaited: set[bytes] = set()
         """Processes that attached to an earlier daemon and may come back for their blocks."""
@@ -131,14 +131,14 @@ class PoolSpace:
         """Return how many slots the layout would have with all that no other layout holds."""
         return self.arena.slots + self.arena.free_units // self.arena.slot_units
 
-    def unpin(self, node: Node) -> None:
+    def unpin(self, node: PoolNode) -> None:
         """Take a pin away and free the slot of a node that was only waiting for that."""
         self.blocks.unpin(node)
         if node.state is State.GONE and not node.pins:
             self.leaving.discard(node)
             self.arena.give(node.slot)
 
-    def drop(self, node: Node) -> None:
+    def drop(self, node: PoolNode) -> None:
         """Take a node out of the set; its slot is freed now or with its last pin."""
         self.blocks.remove(node)
         if self.unread:
@@ -158,7 +158,7 @@ class PrimaryTier(Tier):
         self.extents = ExtentMap(pool_units)
         self.spaces: dict[str, PoolSpace] = {}
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[PoolNode]:
         """Iterate over the blocks of all layouts."""
         for space in self.spaces.values():
             yield from space.blocks
@@ -174,27 +174,27 @@ class PrimaryTier(Tier):
         for space in self.spaces.values():
             space.account.held += space.arena.slots * space.geometry.slot_bytes
 
-    def space_of(self, node: Node) -> PoolSpace:
+    def space_of(self, node: PoolNode) -> PoolSpace:
         """Return the layout's share that a node lives in."""
         return self.spaces[node.block.common.namespace]
 
-    def get(self, block_id: BlockId) -> Node | None:
+    def get(self, block_id: BlockId) -> PoolNode | None:
         """Return a block's node in any state."""
         space = self.spaces.get(block_id.namespace)
         return space.blocks.get(block_id) if space is not None else None
 
-    def resident(self, block_id: BlockId) -> Node | None:
+    def resident(self, block_id: BlockId) -> PoolNode | None:
         """Return a block's node if it is visible."""
         node = self.get(block_id)
         return node if node is not None and node.state is State.RESIDENT else None
 
-    def unpin(self, nodes: Iterable[Node]) -> None:
+    def unpin(self, nodes: Iterable[PoolNode]) -> None:
         """Take a pin of each away, wherever the nodes live."""
         spaces = self.spaces
         for node in nodes:
             spaces[node.block.common.namespace].unpin(node)
 
-    def forget(self, node: Node, why: Departure) -> None:
+    def forget(self, node: PoolNode, why: Departure) -> None:
         """Take a block away and announce that, if it was visible."""
         space, visible = self.space_of(node), node.state is State.RESIDENT
         space.drop(node)
@@ -204,11 +204,11 @@ class PrimaryTier(Tier):
                 self.ledger.note(Vacated(node.slot))
             self.announce(EventKind.REMOVED, node.block)
 
-    def abandon(self, node: Node) -> None:
+    def abandon(self, node: PoolNode) -> None:
         """Take a block away that nobody can see yet."""
         self.space_of(node).drop(node)
 
-    def publish(self, nodes: Collection[Node]) -> None:
+    def publish(self, nodes: Collection[PoolNode]) -> None:
         """Make reserved or loading blocks visible and announce them."""
         for node in nodes:
             node.state = State.RESIDENT
@@ -217,11 +217,11 @@ class PrimaryTier(Tier):
                 self.ledger.note(Placed(node.slot, node.generation, node.block))
         self._tell("stored", nodes)
 
-    def restored(self, nodes: Collection[Node]) -> None:
+    def restored(self, nodes: Collection[PoolNode]) -> None:
         """Queue blocks that were visible before the daemon started, as :meth:`publish` does for new ones."""
         self._tell("restored", nodes)
 
-    def _tell(self, counter: str, nodes: Collection[Node]) -> None:
+    def _tell(self, counter: str, nodes: Collection[PoolNode]) -> None:
         self.counters[counter] += len(nodes)
         if self.spec.events:
             kind, name, medium, locality = EventKind.STORED, self.name, self.spec.medium, self.spec.locality
@@ -238,7 +238,9 @@ class SecondaryTier(Tier):
     def __init__(self, spec: TierSpec, tenants: Tenants) -> None:
         super().__init__(spec, tenants)
         make = spec.policy or Lru
-        self.blocks = ResidentSet(Fair(self.accounts, make) if spec.shares else make())
+        self.blocks: ResidentSet[StoredNode] = ResidentSet(
+            Fair(self.accounts, make) if spec.shares else make()
+        )
         self.used = 0
         self.writing = 0
         self.deleting = 0
@@ -295,7 +297,7 @@ class SecondaryTier(Tier):
         )
         self.gate.budget, self.loading.bound = limits.budget, limits.max_load_time
 
-    def resident(self, block_id: BlockId) -> Node | None:
+    def resident(self, block_id: BlockId) -> StoredNode | None:
         """Return a block's node if it is visible."""
         return self.blocks.resident(block_id)
 
@@ -380,34 +382,34 @@ class SecondaryTier(Tier):
             self.ages[block_id] = when
             self.ages.move_to_end(block_id)
 
-    def add(self, node: Node) -> None:
+    def add(self, node: StoredNode) -> None:
         """Put a block into the set, whatever its state, on its tenant's account."""
         node.account = account = self.accounts.of(node.block.namespace)
         account.held += node.size
         account.blocks += 1
         self.blocks.add(node)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: StoredNode) -> None:
         """Take a block out of the set and off its tenant's account."""
         self.blocks.remove(node)
         assert node.account is not None, node
         node.account.held -= node.size
         node.account.blocks -= 1
 
-    def resize(self, node: Node, size: int) -> None:
+    def resize(self, node: StoredNode, size: int) -> None:
         """Take in what a block of the set really occupies."""
         assert node.account is not None, node
         node.account.held += size - node.size
         node.size = size
 
-    def show(self, node: Node, now: float) -> None:
+    def show(self, node: StoredNode, now: float) -> None:
         """Make a block of the set visible and announce it."""
         node.state = State.RESIDENT
         self.used += node.size
         self.used_at(node.block.id, now)
         self.announce(EventKind.STORED, node.block)
 
-    def forget(self, node: Node, why: Departure) -> None:
+    def forget(self, node: StoredNode, why: Departure) -> None:
         """Take a visible block out and announce that, unless nobody was told of it yet."""
         self.remove(node)
         assert node.account is not None, node

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from kvtierd.core.model import BlockId, Departure, EventKind, State
-from kvtierd.core.residency import Node, root_first
+from kvtierd.core.residency import StoredNode, root_first
 from kvtierd.core.stack import Operation, Stack
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
 from kvtierd.core.tier import SecondaryTier
@@ -29,7 +29,7 @@ class Upkeep:
         self._retry_at: dict[str, float] = {}
         """When each tier that has undeletable blocks is asked again to delete some."""
 
-    def make_room(self, tier: SecondaryTier, node: Node) -> bool:
+    def make_room(self, tier: SecondaryTier, node: StoredNode) -> bool:
         """Evict for a block and, in the same deletion, for what waits behind; whether it will fit.
 
         Where tenants have shares, a block of one that is over its own takes the room of such tenants only,
@@ -95,7 +95,7 @@ class Upkeep:
                 tier.deleting += found.stored_bytes
                 unwelcome.append(block_id)
                 continue
-            node = Node(found.block, State.RESIDENT, size=found.stored_bytes)
+            node = StoredNode(found.block, State.RESIDENT, size=found.stored_bytes)
             tier.add(node)
             tier.used += node.size
             tier.used_at(block_id, self._stack.now - found.idle_seconds)

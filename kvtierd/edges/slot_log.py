@@ -23,7 +23,7 @@ from typing import Any
 from kvtierd.core.ladder import Ladder
 from kvtierd.core.ledger import Change, Counters, Placed, PoolState
 from kvtierd.core.model import State
-from kvtierd.core.residency import Node
+from kvtierd.core.residency import PoolNode
 from kvtierd.edges.collector import uncollected
 from kvtierd.logs.events import event
 from kvtierd.wire.frames import Torn, Unreadable
@@ -122,7 +122,7 @@ class SlotLog:
         self._entries = 0
         self._bytes = 0
         self._old: list[Path] = []
-        self._todo: Iterator[Node] | None = None
+        self._todo: Iterator[PoolNode] | None = None
         """Blocks that the current file still has to take over."""
         self._retry_at = 0.0
         self.degraded: str | None = None

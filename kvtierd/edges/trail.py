@@ -128,8 +128,7 @@ def ended(stack: Stack, finished: Stimulus) -> None:
 
 
 def _known(op: int, operation: Operation) -> dict[str, object]:
-    moved = operation.sources if operation.kind == "write" else operation.nodes
-    generations = sorted({node.generation for node in moved})
+    generations = sorted({node.generation for node in operation.pooled})
     return {
         "tier": operation.tier.name,
         "op": op,

@@ -9,7 +9,7 @@ from kvtierd.core.policies.base import Policy
 
 if TYPE_CHECKING:
     from kvtierd.core.residency import Node
-    from kvtierd.core.tenants import Accounts
+    from kvtierd.core.tenants import Account, Accounts
 
 
 class Fair:
@@ -21,14 +21,19 @@ class Fair:
         self._policies: dict[str, Policy] = {}
 
     def _of(self, node: Node) -> Policy:
-        assert node.account is not None, node
-        return self._policies[node.account.name]
+        return self._policies[self._account_of(node)]
+
+    @staticmethod
+    def _account_of(node: Node) -> str:
+        account: Account | None = getattr(node, "account", None)  # only tiers below the pool have them
+        assert account is not None, node
+        return account.name
 
     def inserted(self, node: Node) -> None:
         """Tell the policy of the block's tenant."""
-        assert node.account is not None, node
-        if node.account.name not in self._policies:
-            self._policies[node.account.name] = self._make()
+        name = self._account_of(node)
+        if name not in self._policies:
+            self._policies[name] = self._make()
         self._of(node).inserted(node)
 
     def touched(self, node: Node) -> None:

@@ -18,6 +18,7 @@ from kvtierd.core.effects import Attached, Done, Effect, ErrorCode, LookedUp, Re
 from kvtierd.core.geometry import UNIT
 from kvtierd.core.glance import glance
 from kvtierd.core.holdings import Limit
+from kvtierd.core.leases import Leases
 from kvtierd.core.ledger import Change, Counters
 from kvtierd.core.loads import Loads
 from kvtierd.core.model import GROUP_BYTES, BlockKey, Departure, TierEvent, block_ids
@@ -71,7 +72,8 @@ class Ladder:
         self.upkeep = Upkeep(self.stack)
         self.cascade = Cascade(self.stack, self.upkeep)
         self.stores = Stores(self.stack, self.sessions, self.custody, self.cascade, job_ttl)
-        self.loads = Loads(self.stack, self.sessions, self.custody, lease_ttl)
+        self.leases = Leases(self.stack, self.sessions, self.custody, lease_ttl)
+        self.loads = Loads(self.stack, self.sessions, self.leases)
         self.limit = Limit(
             self.stack, self.sessions, max_leases=max_leases, job_ttl=job_ttl, lease_ttl=lease_ttl
         )
@@ -89,7 +91,7 @@ class Ladder:
             stimuli.Abort: self.stores.abort,
             stimuli.Fail: self.stores.fail,
             stimuli.Load: self.loads.load,
-            stimuli.Release: self.loads.release,
+            stimuli.Release: self.leases.release,
             stimuli.Renew: self.limit.renew,
             stimuli.Touch: self._touch,
             stimuli.Evict: self._evict,
@@ -310,7 +312,7 @@ class Ladder:
         for job in [job for job in self.sessions.jobs.values() if job.session == number]:
             self.stores.revoke(job)
         for lease in [lease for lease in self.sessions.leases.values() if lease.session == number]:
-            self.loads.revoke(lease)
+            self.leases.revoke(lease)
         space = self.stack.primary.spaces.get(session.namespace)
         if space is not None:
             space.sessions.discard(number)
@@ -325,7 +327,7 @@ class Ladder:
         for job in [job for job in self.sessions.jobs.values() if job.deadline <= now]:
             self.stores.revoke(job)
         for lease in [lease for lease in self.sessions.leases.values() if lease.deadline <= now]:
-            self.loads.revoke(lease)
+            self.leases.revoke(lease)
         for tier in self.stack.secondaries:
             self.upkeep.tick(tier)
             self.cascade.pump(tier)  # a breaker may be half open by now
@@ -405,7 +407,7 @@ class Ladder:
 
     def _retune(self, wanted: stimuli.Retune) -> None:
         self.stores.retune(wanted.job_ttl)
-        self.loads.retune(wanted.lease_ttl)
+        self.leases.retune(wanted.lease_ttl)
         self.limit.retune(wanted.max_leases, wanted.job_ttl, wanted.lease_ttl)
         for name, limits in wanted.tiers.items():
             tier = self.stack.by_name[name]

@@ -1,4 +1,4 @@
-"""Lookups and loads: state of many keys at once, leases on slots, promotions that a load waits for."""
+"""Lookups and loads: state of many keys at once, promotions that a load waits for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Done, Loaded, LookedUp
 from kvtierd.core.glance import all_resident
+from kvtierd.core.leases import Leases
 from kvtierd.core.model import BlockId, BlockKey, KeyState, Scope, State, block_ids, group_of
 from kvtierd.core.probing import Probing
 from kvtierd.core.promotion import Promotion, Readable
 from kvtierd.core.residency import PoolNode
 from kvtierd.core.scope import select
-from kvtierd.core.sessions import Lease, Session, Sessions
+from kvtierd.core.sessions import Session, Sessions
 from kvtierd.core.stack import Operation, Stack
-from kvtierd.core.stimuli import Load, Lookup, Outcome, Prefetch, Release, Role
+from kvtierd.core.stimuli import Load, Lookup, Outcome, Prefetch
 from kvtierd.core.tier import PoolSpace
 
 MISS, HIT, COLD, PENDING = KeyState
@@ -43,11 +43,10 @@ class Waiting:
 class Loads:
     """Everything that reads."""
 
-    def __init__(self, stack: Stack, sessions: Sessions, custody: Custody, lease_ttl: float) -> None:
+    def __init__(self, stack: Stack, sessions: Sessions, leases: Leases) -> None:
         self._stack = stack
         self._sessions = sessions
-        self._custody = custody
-        self._ttl = lease_ttl
+        self._leases = leases
         self.promotion = Promotion(stack, self._node_settled)
         self.probing = Probing(stack)
         self.waiting: dict[int, Waiting] = {}
@@ -60,10 +59,6 @@ class Loads:
         """A heap over the waiting loads; entries can be stale."""
 
     # -- lookup -------------------------------------------------------------------------------------
-
-    def retune(self, lease_ttl: float) -> None:
-        """Give leases from now on at most so many seconds."""
-        self._ttl = lease_ttl
 
     def lookup(self, session: Session, request: Lookup) -> None:
         """Answer the state of each key; promote and lease the leading ones where asked."""
@@ -92,7 +87,7 @@ class Loads:
                 sources = [_source(space, key) for key in request.keys[:prefix]]
         lease, nodes = None, self._held(space, ids, states, request) if request.lease is not None else []
         if request.lease is not None and nodes:
-            lease = self._lease(session, nodes, min(request.lease, self._ttl), exposed=False)
+            lease = self._leases.on_hits(session, nodes, request.lease)
             if self.promotion.grace:
                 for node in nodes:
                     self.promotion.claim(node)
@@ -376,7 +371,7 @@ class Loads:
                 self.promotion.told(node)
         for source in set(sources):
             primary.counters[f"load_from_{source}"] += sources.count(source)
-        lease = self._lease(load.session, nodes, self._ttl, exposed=True, pinned=True) if nodes else 0
+        lease = self._leases.on_slots(load.session, nodes) if nodes else 0
         self._stack.answer(
             load.session.number,
             Loaded(
@@ -390,44 +385,7 @@ class Loads:
             ),
         )
 
-    # -- leases -------------------------------------------------------------------------------------
-
-    def _lease(
-        self, session: Session, nodes: list[PoolNode], seconds: float, *, exposed: bool, pinned: bool = False
-    ) -> int:
-        if not pinned:
-            pin = self._stack.primary.spaces[session.namespace].blocks.pin
-            for node in nodes:
-                pin(node)
-        number = self._sessions.next_number()
-        deadline = self._stack.now + seconds
-        self._sessions.leases[number] = Lease(
-            number, session.number, session.engine, deadline, nodes, exposed
-        )
-        if exposed:
-            self._sessions.hold(number, session.engine, nodes)
-        return number
-
-    def release(self, session: Session, request: Release) -> None:
-        """End a lease on its holder's word, also when it had expired into quarantine."""
-        lease = self._sessions.leases.get(request.lease)
-        if lease is not None and lease.session == session.number:
-            del self._sessions.leases[lease.number]
-            if lease.exposed:
-                self._sessions.let_go(lease.number)
-            self._stack.primary.unpin(lease.nodes)
-        elif session.role is Role.SCHEDULER:
-            self._custody.resolve(request.lease, session.engine)
-        self._stack.answer(session.number, Done(id=request.id))
-
-    def revoke(self, lease: Lease) -> None:
-        """End a lease without its holder's word."""
-        del self._sessions.leases[lease.number]
-        if not lease.exposed:  # no slot was told to anybody
-            self._stack.primary.unpin(lease.nodes)
-            return
-        self._stack.primary.counters["leases_revoked"] += 1
-        self._custody.quarantine(lease.number, lease.session, lease.engine, lease.nodes)
+    # -- time and ends -------------------------------------------------------------------------------
 
     def expire(self) -> None:
         """Answer loads whose deadline has come with what is there; end what nobody read."""

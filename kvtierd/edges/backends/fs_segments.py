@@ -66,7 +66,7 @@ class Segment:
 
         Threads that do so at once may write one twice, which is harmless.
         """
-        if now - self.noting > grain:
+        if abs(now - self.noting) > grain:  # clocks are set back, too
             self.noting, self.noted = now, set()
         if slot in self.noted:
             return False

@@ -13,6 +13,7 @@ from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import fs_format, fs_scan_pool
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.edges.backends.fs_scan_pool import FolderReader
+from kvtierd.edges.backends.fs_segments import SlotMap
 from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import NAMESPACE, block, payload, read, scanned, write
 
@@ -172,3 +173,10 @@ def noted(backend, root):
         (segment,) = (folder / "packed").iterdir()
         return segment.read_bytes()[: fs_format.ALIGN]
     return sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*/*"))
+
+
+def test_a_clock_that_is_set_back_stops_no_notes_of_uses():
+    segment, slot = SlotMap(0).take(NAMESPACE, 8192)
+    assert segment.use(slot, 10**18, 10**9)
+    assert not segment.use(slot, 10**18 + 1, 10**9)
+    assert segment.use(slot, 5, 10**9)

@@ -40,8 +40,7 @@ class FsBackend:
     of the system is FAILED and leaves the block where it is. ``io`` and ``fsync``: :mod:`.fs_io`.
     ``shared``: other daemons use the root as well; then nothing is packed. ``min_free``: bytes that writes
     leave free on the filesystem. ``quarantine``: how many corrupt blocks are kept for a look. ``pack_below``:
-    from which payload size on a block has a file of its own. ``use_grain``: nanoseconds in which one use of a
-    block is written down. ``lock_wait``: how many seconds to wait for a
+    from which payload size on a block has a file of its own. ``lock_wait``: how many seconds to wait for a
     root that somebody else has (None: as long as another start or end takes).
     """
 
@@ -56,7 +55,6 @@ class FsBackend:
         min_free: int | None = None,
         quarantine: int = 64,
         pack_below: int = PACK_BELOW,
-        use_grain: int = fs_format.USE_GRAIN,
         lock_wait: float | None = None,
     ) -> None:
         self.name = name
@@ -71,8 +69,8 @@ class FsBackend:
         self._pack_below = pack_below
         self._io = Io(io, fsync)
         self._quarantine = Quarantine(quarantine)
-        self._files = FileStore(self._io, self._quarantine, self._count, use_grain)
-        self._packed = PackedStore(self._io, self._quarantine, self._count, use_grain)
+        self._files = FileStore(self._io, self._quarantine, self._count)
+        self._packed = PackedStore(self._io, self._quarantine, self._count)
         self._loose: set[BlockId] = set()
         self._counts: Counter[str] = Counter()
         self._logged: set[str] = set()

@@ -22,17 +22,10 @@ from kvtierd.edges.backends.fs_tree import READ, Folders
 class FileStore:
     """The blocks of a tier that have a file of their own; no state, calls come from several threads."""
 
-    def __init__(
-        self,
-        io: Io,
-        quarantine: Quarantine,
-        count: Callable[[str], None],
-        use_grain: int = fs_format.USE_GRAIN,
-    ) -> None:
+    def __init__(self, io: Io, quarantine: Quarantine, count: Callable[[str], None]) -> None:
         self._io = io
         self._quarantine = quarantine
         self._count = count
-        self._use_grain = use_grain
 
     def write(self, folders: Folders, transfer: Transfer, *, spare: bool = False) -> int:
         """Write a block under its name; nobody ever sees half a file. Return what it occupies.
@@ -89,18 +82,14 @@ class FileStore:
         with folders.of(block.id) as folder:
             fd = os.open(fs_tree.file_name(block.key), READ, dir_fd=folder)
         try:
-            last = self._load(File(fd), block, transfer.data)
-            if abs(time.time_ns() - last) > self._use_grain:  # a clock that was set back counts, too
-                _touch(fd)
+            self._load(File(fd), block, transfer.data)
+            _touch(fd)
         finally:
             with contextlib.suppress(OSError):  # an error of close after a full read is harmless
                 os.close(fd)
 
-    def _load(self, file: File, block: Block, data: memoryview) -> int:
-        """Read and prove a file; return its time of use in nanoseconds.
-
-        Its size says how long the header region is, whoever wrote the metadata.
-        """
+    def _load(self, file: File, block: Block, data: memoryview) -> None:
+        """Read and prove a file; its size says how long the header region is, whoever wrote the metadata."""
         info = os.fstat(file.fd)
         if not stat.S_ISREG(info.st_mode):
             raise FormatError(Flaw.FOREIGN)
@@ -116,7 +105,6 @@ class FileStore:
         if got != info.st_size:
             raise FormatError(Flaw.SHORT)
         header.check_digest(payload.digest())
-        return info.st_mtime_ns
 
     def delete(self, folders: Folders, block_id: BlockId, *, corrupt: bool) -> None:
         """Unlink a block's file, or move it to the quarantine; none there is fine.

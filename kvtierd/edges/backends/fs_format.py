@@ -32,8 +32,6 @@ from kvtierd.wire.described import PackedMeta, packed_meta
 MAGIC = b"\x89KVTIER\n"
 VERSION = 1
 ALIGN = 4096
-USE_GRAIN = 1_000_000_000
-"""Nanoseconds in which one use of a block is written down: hot blocks cost no write for each load."""
 MAX_HEADER_BYTES = 1 << 20
 
 _PREFIX = struct.Struct("<8sHHIIIQ16s")

@@ -90,17 +90,10 @@ class SegmentFiles:
 class PackedStore:
     """The packed blocks of a tier; calls come from several threads."""
 
-    def __init__(
-        self,
-        io: Io,
-        quarantine: Quarantine,
-        count: Callable[[str], None],
-        use_grain: int = fs_format.USE_GRAIN,
-    ) -> None:
+    def __init__(self, io: Io, quarantine: Quarantine, count: Callable[[str], None]) -> None:
         self._io = io
         self._quarantine = quarantine
         self._count = count
-        self._use_grain = use_grain
         self.slots = SlotMap(SPARE_BYTES)
         self.unproved: dict[int, Segment] = {}
         """Segments of an earlier run, by number, that no scan has ended with."""
@@ -161,9 +154,7 @@ class PackedStore:
         offset = segment.offset(slot)
         self._io.write(file, offset + len(header), b"", data, whole_pages=True)
         file.set_direct(False)
-        now = time.time_ns()
-        segment.use(slot, now, self._use_grain)
-        _write(file.fd, _USE.pack(now), 8 * slot)
+        _write(file.fd, _USE.pack(time.time_ns()), 8 * slot)
         _write(file.fd, header, offset)
 
     def _give_up(self, files: SegmentFiles, segment: Segment, slot: int) -> None:
@@ -239,13 +230,10 @@ class PackedStore:
 
     def _mark_used(self, files: SegmentFiles, segment: Segment, slot: int) -> None:
         """Note the time of use, best effort."""
-        now = time.time_ns()
-        if not segment.use(slot, now, self._use_grain):
-            return
         with contextlib.suppress(OSError):
             file = files.open(segment)
             file.set_direct(False)
-            _write(file.fd, _USE.pack(now), 8 * slot)
+            _write(file.fd, _USE.pack(time.time_ns()), 8 * slot)
 
     def header(self, files: SegmentFiles, segment: Segment, slot: int) -> Header | None:
         """Read and prove a slot's header, None for an empty slot.

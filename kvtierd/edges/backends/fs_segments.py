@@ -35,8 +35,7 @@ def slots_of(slot_bytes: int) -> int:
 class Segment:
     """One segment file. ``used`` counts slots that are taken, ``begun`` those that were ever written.
 
-    ``written``: offsets and lengths whose write-back was begun; the page cache may drop them soon. ``noted``:
-    slots whose time of use was written since ``noting`` (ns).
+    ``written``: offsets and lengths whose write-back was begun; the page cache may drop them soon.
     """
 
     number: int
@@ -48,8 +47,6 @@ class Segment:
     begun: int = 0
     lost: bool = False
     written: list[tuple[int, int]] = field(default_factory=list)
-    noted: set[int] = field(default_factory=set)
-    noting: int = 0
     slots: int = field(init=False)
     first: int = field(init=False)
 
@@ -60,18 +57,6 @@ class Segment:
     def offset(self, slot: int) -> int:
         """Return where a slot begins in the file."""
         return self.first + slot * self.slot_bytes
-
-    def use(self, slot: int, now: int, grain: int) -> bool:
-        """Note a use of a slot at ``now`` (ns); whether it is the first in ``grain``, and to be written.
-
-        Threads that do so at once may write one twice, which is harmless.
-        """
-        if abs(now - self.noting) > grain:  # clocks are set back, too
-            self.noting, self.noted = now, set()
-        if slot in self.noted:
-            return False
-        self.noted.add(slot)
-        return True
 
     def place(self, slot: int) -> int:
         """Return the number of a slot among those of all segments."""

@@ -44,7 +44,7 @@ class TestFsFiles(BackendKit):
         backend.close()
 
     def make(self, root):
-        backend = FsBackend("disk", root, use_grain=0, **self.options)
+        backend = FsBackend("disk", root, **self.options)
         backend.open()
         return backend
 

@@ -10,17 +10,16 @@ import pytest
 
 from kvtierd.core.model import hash_of
 from kvtierd.core.stimuli import Status
-from kvtierd.edges.backends import fs_format, fs_scan_pool
+from kvtierd.edges.backends import fs_scan_pool
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.edges.backends.fs_scan_pool import FolderReader
-from kvtierd.edges.backends.fs_segments import SlotMap
 from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import NAMESPACE, block, payload, read, scanned, write
 
 
 @pytest.fixture
 def backend(root):
-    opened = FsBackend("disk", root, use_grain=0)
+    opened = FsBackend("disk", root)
     opened.open()
     yield opened
     opened.close()
@@ -147,36 +146,3 @@ def test_a_probe_finds_what_other_daemons_stored_and_nothing_else(root):
         second.probe([block(0).id])
     for one in daemons:
         one.close()
-
-
-@pytest.mark.parametrize("pack_below", [0, 1 << 20])
-def test_a_block_that_is_hot_costs_one_note_of_its_use_in_a_while(root, pack_below):
-    opened = FsBackend("disk", root, pack_below=pack_below, use_grain=1 << 62)
-    opened.open()
-    try:
-        before = noted(opened, root)
-        for number in range(3):
-            write(opened, block(number, size=9000), payload(number, 9000))
-        stored = noted(opened, root)
-        assert stored != before
-        for number in (0, 1, 0):
-            read(opened, block(number, size=9000))
-        assert noted(opened, root) == stored
-    finally:
-        opened.close()
-
-
-def noted(backend, root):
-    """Times of use as they lie on the disk."""
-    folder = root / "v1" / NAMESPACE
-    if backend.statistics()["packed_blocks"]:
-        (segment,) = (folder / "packed").iterdir()
-        return segment.read_bytes()[: fs_format.ALIGN]
-    return sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*/*"))
-
-
-def test_a_clock_that_is_set_back_stops_no_notes_of_uses():
-    segment, slot = SlotMap(0).take(NAMESPACE, 8192)
-    assert segment.use(slot, 10**18, 10**9)
-    assert not segment.use(slot, 10**18 + 1, 10**9)
-    assert segment.use(slot, 5, 10**9)

@@ -14,7 +14,7 @@ import pytest
 
 from kvtierd.core.effects import BlockAt, Delete, Read, Write
 from kvtierd.core.stimuli import Outcome, Status
-from kvtierd.edges import mover_scan
+from kvtierd.edges import mover_scan, movers
 from kvtierd.edges.backends.memory import MemoryBackend
 from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import block, payload
@@ -57,6 +57,20 @@ async def test_an_effect_is_cut_into_one_job_per_chunk():
             await bench.outcomes(op)
         sizes = [len(ids) for _, ids in bench.backend.calls]
         assert Counter(sizes) == Counter([1, 1, 1, 2, 1, 4, 4, 4, 4, 1, 4, 4, 4, 4, 4])
+
+
+@run
+async def test_big_blocks_are_jobs_of_their_own_whatever_the_batch(monkeypatch):
+    monkeypatch.setattr(movers, "CHUNK_BYTES", 2 * SIZE + 1)
+    async with Bench(writers=2, batch=16) as bench:
+        bench.mover.submit(Write(1, "ram", at(*range(9))))
+        await bench.outcomes(1)
+        assert Counter(len(ids) for _, ids in bench.backend.calls) == Counter([2, 2, 2, 2, 1])
+        monkeypatch.setattr(movers, "CHUNK_BYTES", SIZE - 1)
+        bench.backend.calls.clear()
+        bench.mover.submit(Read(2, "ram", at(*range(3))))
+        assert statuses(await bench.outcomes(2)) == [Status.OK] * 3
+        assert [len(ids) for _, ids in bench.backend.calls] == [1, 1, 1]
 
 
 @run

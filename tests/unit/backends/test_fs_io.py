@@ -299,3 +299,24 @@ def test_what_survives_a_power_cut_has_its_name_on_the_disk_too(tmp_path, monkey
     assert len(synced) == (2 if fsync == "data" else 0), "the data, then its folder"
     assert synced[-1:] == ([folder] if fsync == "data" else [])
     backend.close()
+
+
+@pytest.mark.parametrize("size", [8191, 8192, 8193, 30_001])
+@pytest.mark.parametrize("io", ["buffered", "auto", "direct"])
+def test_what_is_read_in_parts_is_whole_proved_and_never_half(tmp_path, monkeypatch, io, size):
+    monkeypatch.setattr(fs_io, "_PIECE", 8192)
+    backend = open_backend(tmp_path, io=io, pack_below=0)
+    try:
+        one, data = block(1, size=size), payload(1, size)
+        write(backend, one, data)
+        (view,) = pool(bytes(size))
+        assert [each.status for each in backend.read([Transfer(one, view)])] == [Status.OK]
+        assert bytes(view) == data
+        (path,) = (each for each in (tmp_path / "v1").rglob("*.0") if each.is_file())
+        whole = path.read_bytes()
+        for at in (4096, 4096 + size // 2, 4096 + size - 1):  # in the first part, in the middle, at the end
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            (outcome,) = backend.read([Transfer(one, view)])
+            assert (outcome.status, outcome.reason) == (Status.CORRUPT, "payload checksum differs")
+    finally:
+        backend.close()

@@ -1,7 +1,8 @@
 """An engine's event sockets without the engine, as vLLM has them: numbers from 0, a replay ring, and faults.
 
 The behaviour is that of vLLM's ``ZmqEventPublisher`` (``vllm/distributed/kv_events.py``, 0.32): PUB binds, or
-connects to a plain loopback address; the ROUTER for replays always binds; one thread owns both.
+connects to a plain loopback address; the ROUTER for replays always binds; one thread owns both. Its PUB is an
+XPUB, which sends the same and knows whether anybody hears it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class FakePublisher:
         """The next batch's."""
         self.requests: list[int] = []
         """Where replays were asked to begin."""
+        self.subscribed = False
+        """Whether anybody hears what is published from now on: a connection alone does not say so."""
         self._form = form
         self._topic = topic.encode()
         self._topic_frame = topic_frame
@@ -58,7 +61,7 @@ class FakePublisher:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)
         self._pub.setsockopt(zmq.SNDHWM, 100_000)
         (self._pub.connect if connect else self._pub.bind)(endpoint)
         self._router: zmq.Socket[bytes] | None = None
@@ -101,6 +104,8 @@ class FakePublisher:
         while not (self._closing.is_set() and self._queue.empty()):
             if self._router is not None and self._router.poll(0):
                 self._serve(self._router)
+            while self._pub.poll(0):  # the first who subscribes, the last who leaves
+                self.subscribed = self._pub.recv()[:1] == b"\1"
             try:
                 self._queue.get(timeout=POLL / 1000)()
             except queue.Empty:

@@ -81,14 +81,15 @@ def has(router, medium, blocks, rank=0):
     wait_for(lambda: known(router, medium, rank) == hashes(blocks), f"{len(blocks)} blocks on {medium}")
 
 
-def hears(rig, index=0):
-    wait_for(lambda: rig.status()["events"]["relay"]["engines"][index]["connected"], "the relay to connect")
+def hears(publisher):
+    """Wait until the daemon has subscribed: for what is published before it depends on the ring."""
+    wait_for(lambda: publisher.subscribed, "the relay to subscribe")
 
 
 def test_one_stream_has_device_pool_and_disk_and_each_cause_before_its_effect(make):
     rig = with_relays(make)
     engine = Engine(rig)
-    hears(rig)
+    hears(engine.publisher)
     blocks = chain(12)
     for block in blocks:
         engine.compute([block])
@@ -113,7 +114,7 @@ def test_one_stream_has_device_pool_and_disk_and_each_cause_before_its_effect(ma
 def test_an_engine_that_restarts_keeps_what_is_in_the_tiers(make):
     rig = with_relays(make)
     engine = Engine(rig)
-    hears(rig)
+    hears(engine.publisher)
     blocks = chain(4)
     engine.compute(blocks)
     has(rig.router, "GPU", blocks)
@@ -136,7 +137,7 @@ def test_the_daemon_goes_on_without_the_engine_and_finds_it_when_it_is_back_itse
     assert rig.status()["events"]["relay"]["held"] == 0
 
     engine = Engine(rig)
-    hears(rig)
+    hears(engine.publisher)
     engine.compute(blocks[2:4])
     has(rig.router, "GPU", blocks[2:4])
     assert rig.daemon.stop() == 0
@@ -154,8 +155,8 @@ def test_a_rank_that_leaves_takes_only_what_is_its_own(make, shared):
     """L119, L120, L122."""
     rig = with_relays(make, ranks=2, shared_blocks=shared)
     engines = [Engine(rig, rank) for rank in range(2)]
-    for rank in range(2):
-        hears(rig, rank)
+    for engine in engines:
+        hears(engine.publisher)
     first, second = chain(3, "first"), chain(3, "second")
     engines[0].compute(first)
     engines[1].compute(second)
@@ -185,7 +186,7 @@ def test_a_killed_daemon_tells_what_the_engine_did_meanwhile(make, restarts):
     relay = relays_of(rig)[0]
     blocks = chain(10)
     engine = FakePublisher(relay["connect"], relay["replay"], ring=3)
-    hears(rig)
+    hears(engine)
     for block in blocks[:8]:
         engine.publish(on_device(block))
     has(rig.router, "GPU", blocks[:8])
@@ -218,7 +219,7 @@ def test_a_stop_that_keeps_leaves_readers_all_and_the_next_start_tells_the_diffe
     rig.edit(lambda body: (body["pool"].update(backing="file"), body["events"].update(on_stop="keep")))
     rig.restart()
     engine = Engine(rig)
-    hears(rig)
+    hears(engine.publisher)
     blocks = chain(4)
     engine.compute(blocks)
     for medium in ("GPU", "CPU", "STORAGE"):
@@ -249,7 +250,7 @@ def test_without_a_record_of_the_engine_a_clean_stop_takes_its_blocks_back(make,
     (rig.folder / "state" / "relay-0").mkdir()
     rig.start()
     engine = Engine(rig)
-    hears(rig)
+    hears(engine.publisher)
     blocks = chain(3)
     engine.compute(blocks)
     has(rig.router, "GPU", blocks)

@@ -18,9 +18,11 @@ from kvtierd.edges.backends.fs_files import FileStore
 from kvtierd.edges.backends.fs_format import FormatError
 from kvtierd.edges.backends.fs_io import Fsync, Io, Mode
 from kvtierd.edges.backends.fs_lock import RootLock
-from kvtierd.edges.backends.fs_packed import PACK_BELOW, PackedStore, Place, SegmentFiles
+from kvtierd.edges.backends.fs_packed import PACK_BELOW, PackedStore
 from kvtierd.edges.backends.fs_quarantine import Quarantine
 from kvtierd.edges.backends.fs_scan import FsScan
+from kvtierd.edges.backends.fs_segment_files import SegmentFiles
+from kvtierd.edges.backends.fs_segments import Place
 from kvtierd.edges.backends.fs_space import Room
 from kvtierd.edges.backends.fs_tree import Folders
 from kvtierd.errors import TierError, TierTaken
@@ -233,10 +235,7 @@ class FsBackend:
         return self._call(
             "read",
             [transfer.block.id for transfer in transfers],
-            lambda files: [
-                self._guarded(files, "read", transfer.block.id, lambda t=transfer: self._read(files, t))  # type: ignore[misc]
-                for transfer in transfers
-            ],
+            lambda files: self._read_all(files, transfers),
         )
 
     def delete(self, ids: Sequence[BlockId], *, corrupt: bool = False) -> list[Outcome]:
@@ -314,16 +313,20 @@ class FsBackend:
 
     def _write_all(self, files: SegmentFiles, transfers: Sequence[Transfer]) -> list[Outcome]:
         room = Room(files.folders, self.min_free)
-        placed: dict[int, Place] = {}
-        outcomes = []
-        for i, transfer in enumerate(transfers):
-            outcome = self._guarded(
-                files,
-                "write",
-                transfer.block.id,
-                lambda i=i, t=transfer: self._write(files, t, room, placed, i),  # type: ignore[misc]
-            )
-            outcomes.append(outcome)
+        outcomes = [
+            self._guarded(files, "write", each.block.id, lambda each=each: self._admit(each, room))  # type: ignore[misc]
+            for each in transfers
+        ]
+        admitted = {i: transfers[i] for i, outcome in enumerate(outcomes) if outcome.status is Status.OK}
+        placed = self._packed.put_all(files, {i: t for i, t in admitted.items() if self._packs(t.block)})
+        for i, transfer in admitted.items():
+            if i not in placed:
+                outcomes[i] = self._guarded(
+                    files,
+                    "write",
+                    transfer.block.id,
+                    lambda i=i, t=transfer: self._write(files, t, placed, i),  # type: ignore[misc]
+                )
         try:
             for file in files:
                 self._io.sync(file.fd)
@@ -346,20 +349,27 @@ class FsBackend:
             )
         return outcomes
 
-    def _write(
-        self, files: SegmentFiles, transfer: Transfer, room: Room, placed: dict[int, Place], i: int
-    ) -> Outcome:
+    def _admit(self, transfer: Transfer, room: Room) -> Outcome:
+        """Say whether a block may be written, and what it will occupy."""
         block = transfer.block
         if len(transfer.data) != block.payload_bytes:
             return self._outcome("write", block.id, Status.FAILED, "payload length differs")
+        fs_tree.check_id(block.id)
         size = fs_format.stored_bytes(block)
         if not room.take(size):
             return self._outcome("write", block.id, Status.FULL, "less than min_free would stay free")
-        if self._packing and block.payload_bytes < self._pack_below:
-            fs_tree.check_id(block.id)
+        return Outcome(block.id, Status.OK, size)
+
+    def _packs(self, block: Block) -> bool:
+        return self._packing and block.payload_bytes < self._pack_below
+
+    def _write(self, files: SegmentFiles, transfer: Transfer, placed: dict[int, Place], i: int) -> Outcome:
+        """Write one block, alone."""
+        block = transfer.block
+        if self._packs(block):
             placed[i] = self._packed.put(files, transfer)
-        else:
-            size = self._files.write(files.folders, transfer, spare=self.shared)
+            return Outcome(block.id, Status.OK, fs_format.stored_bytes(block))
+        size = self._files.write(files.folders, transfer, spare=self.shared)
         return Outcome(block.id, Status.OK, size)
 
     def _publish(self, files: SegmentFiles, outcome: Outcome, place: Place) -> Outcome:
@@ -369,6 +379,15 @@ class FsBackend:
             self._files.delete(files.folders, outcome.id, corrupt=False)
             self._loose.discard(outcome.id)
         return outcome
+
+    def _read_all(self, files: SegmentFiles, transfers: Sequence[Transfer]) -> list[Outcome]:
+        read = self._packed.read_all(files, transfers)
+        return [
+            Outcome(each.block.id, Status.OK)
+            if i in read
+            else self._guarded(files, "read", each.block.id, lambda each=each: self._read(files, each))  # type: ignore[misc]
+            for i, each in enumerate(transfers)
+        ]
 
     def _read(self, files: SegmentFiles, transfer: Transfer) -> Outcome:
         if len(transfer.data) != transfer.block.payload_bytes:

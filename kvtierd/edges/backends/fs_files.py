@@ -40,7 +40,9 @@ class FileStore:
         def fill(fd: int) -> None:
             file = File(fd)
             header = fs_format.encode(block, fs_format.digest(data))
-            self._io.write(file, 0, header, data)
+            region = self._io.region(len(header))
+            region[:] = header
+            self._io.write(file, 0, [region, data])
             if file.direct and len(data) % fs_format.ALIGN:  # whole pages were written
                 os.ftruncate(fd, len(header) + len(data))
             self._io.sync(fd)
@@ -99,12 +101,11 @@ class FileStore:
         if size % fs_format.ALIGN or not 0 < size <= fs_format.MAX_HEADER_BYTES:
             raise _flaw_of(file.fd, info.st_size, block)
         region, payload = self._io.region(size), fs_format.Digest()
-        got = self._io.read(file, 0, region, data, payload.update)
-        header = fs_format.decode(region[: min(got, size)])
-        header.check(block, info.st_size)
+        got = self._io.read(file, 0, [region, data], payload.update)
+        _, expected = fs_format.prove(region[: min(got, size)], block, info.st_size)
         if got != info.st_size:
             raise FormatError(Flaw.SHORT)
-        header.check_digest(payload.digest())
+        fs_format.check_digest(payload.digest(), expected)
 
     def delete(self, folders: Folders, block_id: BlockId, *, corrupt: bool) -> None:
         """Unlink a block's file, or move it to the quarantine; none there is fine.

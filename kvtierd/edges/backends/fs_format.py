@@ -11,7 +11,7 @@ import enum
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import xxhash
@@ -68,13 +68,18 @@ class FormatError(KvtierdError):
         self.flaw = flaw
 
 
-class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The msgpack map in the header region. New fields get defaults; unknown fields are ignored."""
+class _Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the metadata says which block it is."""
 
     namespace: Annotated[str, Meta(min_length=32, max_length=32)]
     hash: Annotated[bytes, Meta(min_length=1, max_length=64)]
     group: Index
     payload_bytes: Annotated[int, Meta(ge=1)]
+
+
+class _Metadata(_Identity, frozen=True, kw_only=True):
+    """The msgpack map in the header region. New fields get defaults; unknown fields are ignored."""
+
     dp_rank: Index = 0
     meta: BlockMeta | None = None
 
@@ -90,9 +95,11 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True):
     meta: PackedMeta | None
 
 
+_M = TypeVar("_M", bound=_Identity)
 _sum = xxhash.xxh3_64_digest
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[_Metadata] = msgspec.msgpack.Decoder(_Metadata)
+_identify: msgspec.msgpack.Decoder[_Identity] = msgspec.msgpack.Decoder(_Identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +122,11 @@ class Header:
 
     def check_size(self, stored: int) -> None:
         """Prove that header and payload are exactly ``stored`` bytes; raises :class:`FormatError`."""
-        expected = self.data_offset + self.block.payload_bytes
-        if stored != expected:
-            raise FormatError(Flaw.SHORT if stored < expected else Flaw.LONG)
+        _check_size(stored, self.data_offset + self.block.payload_bytes)
 
     def check_payload(self, payload: Buffer) -> None:
         """Prove the payload by its checksum; raises :class:`FormatError`."""
-        self.check_digest(digest(payload))
-
-    def check_digest(self, payload_digest: bytes) -> None:
-        """Prove the payload by its :func:`digest`; raises :class:`FormatError`."""
-        if payload_digest != self.payload_digest:
-            raise FormatError(Flaw.PAYLOAD)
+        check_digest(digest(payload), self.payload_digest)
 
 
 Digest = xxhash.xxh3_128
@@ -250,14 +250,19 @@ def unseal(start: Buffer) -> tuple[int, memoryview, int, bytes]:
     return offset, region[PREFIX_BYTES : PREFIX_BYTES + length], payload, payload_digest
 
 
-def block_of(metadata: Buffer, payload_bytes: int) -> Block:
-    """Decode the metadata of a region that :func:`unseal` proved; raises :class:`FormatError`."""
+def _read_metadata(decoder: msgspec.msgpack.Decoder[_M], metadata: Buffer, payload_bytes: int) -> _M:
     try:
-        found = _decoder.decode(metadata)
+        found = decoder.decode(metadata)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(Flaw.METADATA) from error
     if found.payload_bytes != payload_bytes:
         raise FormatError(Flaw.LENGTHS)
+    return found
+
+
+def block_of(metadata: Buffer, payload_bytes: int) -> Block:
+    """Decode the metadata of a region that :func:`unseal` proved; raises :class:`FormatError`."""
+    found = _read_metadata(_decoder, metadata, payload_bytes)
     # One namespace string for all its blocks: a copy for each would cost 80 bytes a block.
     block_id = BlockId(sys.intern(found.namespace), block_key(found.hash, found.group))
     return Block.of(block_id, payload_bytes, found.meta, found.dp_rank)
@@ -271,3 +276,34 @@ def decode(start: Buffer) -> Header:
     """
     offset, metadata, payload, payload_digest = unseal(start)
     return Header(block_of(metadata, payload), offset, payload_digest)
+
+
+def prove(start: Buffer, block: Block, stored: int) -> tuple[int, bytes]:
+    """Prove that the header region at the beginning of ``start`` is ``block``'s, as a read needs it.
+
+    Of the metadata only what identifies the block is decoded: the rest is under the same checksum, and who
+    reads knows it. ``stored``: at which byte the payload ends. Returns the region's length and the payload's
+    digest.
+
+    Raises:
+        FormatError: it is not, or the lengths do not fit.
+    """
+    offset, metadata, payload, payload_digest = unseal(start)
+    found = _read_metadata(_identify, metadata, payload)
+    if (found.hash, found.group) != (hash_of(block.key), group_of(block.key)) or (
+        (found.namespace, payload) != (block.namespace, block.payload_bytes)
+    ):
+        raise FormatError(Flaw.OTHER_BLOCK)
+    _check_size(stored, offset + payload)
+    return offset, payload_digest
+
+
+def check_digest(found: bytes, expected: bytes) -> None:
+    """Prove a payload by its :func:`digest`; raises :class:`FormatError`."""
+    if found != expected:
+        raise FormatError(Flaw.PAYLOAD)
+
+
+def _check_size(stored: int, expected: int) -> None:
+    if stored != expected:
+        raise FormatError(Flaw.SHORT if stored < expected else Flaw.LONG)

@@ -27,14 +27,16 @@ from typing import Literal
 
 Mode = Literal["auto", "direct", "buffered"]
 Fsync = Literal["none", "data"]
-Part = bytes | bytearray | memoryview
+Call = Callable[[int, Sequence[memoryview], int], int]
+"""``preadv`` or ``pwritev``: a descriptor, memory, an offset; the bytes moved."""
 
 ALIGN = 4096
 _SCRATCH = 1 << 20
 RWF_DONTCACHE = 0x80
 _SYS_CACHESTAT = 451  # the same on all architectures
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_ZEROES = bytes(ALIGN)
+ZEROES = memoryview(mmap.mmap(-1, ALIGN, prot=mmap.PROT_READ))
+"""A page, aligned as direct I/O needs it."""
 _BEHIND = 256 << 10
 """From how many bytes on a write is worth a write-back of its own."""
 _PIECE = 2 << 20
@@ -133,28 +135,28 @@ class Io:
         self,
         file: File,
         offset: int,
-        region: memoryview,
-        data: memoryview,
+        parts: Sequence[memoryview],
         take: Callable[[memoryview], object] | None = None,
     ) -> int:
-        """Fill ``region`` (from :meth:`region`) and ``data`` from ``offset`` on; return the bytes read.
+        """Fill memory from ``offset`` on; return the bytes read. All parts but the last are whole pages.
 
-        ``take`` is given ``data`` in parts as they come, so that a checksum finds them in the processor's
-        cache: with 16 MiB from the page cache a loop with one at the end made 0.77 of one without any, in
-        parts of 512 KiB to 4 MiB 0.8 to 0.86.
+        Of a header region (from :meth:`region`) and a payload, ``take`` is given the payload piece by piece
+        as it comes, so that a checksum finds it in the processor's cache: with 16 MiB from the page cache a
+        loop with one at the end made 0.77 of one without any, in pieces of 512 KiB to 4 MiB 0.8 to 0.86.
         """
-        missing = self._missing(file.fd, offset, len(region) + len(data))
+        missing = self._missing(file.fd, offset, sum(map(len, parts)))
         if missing > 0.5:
             with contextlib.suppress(OSError):
                 file.set_direct(True)
-                got = self._read_direct(file.fd, offset, region, data)
+                got = self._read_direct(file.fd, offset, parts)
                 if take is not None:
-                    take(data)
+                    take(parts[-1])
                 return got
         file.set_direct(False)
         call = _read_through if missing and self.dontcache else os.preadv
         if take is None:
-            return move(call, file.fd, [region, data], offset)
+            return move(call, file.fd, parts, offset)
+        region, data = parts
         total = 0
         for start in range(0, len(data), _PIECE):
             piece = data[start : start + _PIECE]
@@ -176,53 +178,54 @@ class Io:
         cached = cached_pages(fd, offset, pages * ALIGN)
         return 0.0 if cached is None else 1 - cached / pages
 
-    def _read_direct(self, fd: int, offset: int, region: memoryview, data: memoryview) -> int:
-        """Read whole pages; ``OSError`` (EINVAL) when the payload's memory is not aligned."""
-        whole = len(data) // ALIGN * ALIGN
-        rest = len(data) - whole
-        tail = self._scratch.tail
-        got = move(os.preadv, fd, [region, data[:whole], *([tail] if rest else [])], offset, step=ALIGN)
-        over = got - len(region) - whole
-        if rest and over > 0:
-            data[whole : whole + min(over, rest)] = tail[: min(over, rest)]
-        return min(got, len(region) + len(data))
+    def _read_direct(self, fd: int, offset: int, parts: Sequence[memoryview]) -> int:
+        """Read whole pages; ``OSError`` (EINVAL) when memory is not aligned."""
+        last, tail = parts[-1], self._scratch.tail
+        rest = len(last) % ALIGN
+        if not rest:
+            return move(os.preadv, fd, parts, offset, step=ALIGN)
+        whole = len(last) - rest
+        before = sum(map(len, parts)) - rest
+        got = move(os.preadv, fd, [*parts[:-1], last[:whole], tail], offset, step=ALIGN)
+        over = min(got - before, rest)
+        if over > 0:
+            last[whole : whole + over] = tail[:over]
+        return min(got, before + rest)
 
     def write(
-        self, file: File, offset: int, header: bytes, data: memoryview, *, whole_pages: bool = False
+        self, file: File, offset: int, parts: Sequence[memoryview], *, whole_pages: bool = False
     ) -> None:
-        """Write a header region and its payload.
+        """Write memory; all parts but the last are whole pages.
 
         Zeroes may follow up to a whole page; with ``whole_pages`` they do (a page that is only partly
         overwritten would have to be read from the disk first), and the caller calls :meth:`behind`.
         """
-        if self.mode == "direct" and self.direct and len(header) <= _SCRATCH:
+        if self.mode == "direct" and self.direct:
             try:
                 file.set_direct(True)
-                self._write_direct(file.fd, offset, header, data)
+                self._write_direct(file.fd, offset, parts)
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             file.set_direct(False)
-        vector: list[Part] = [header, data]
+        vector = [*parts]
         if whole_pages:
-            vector.append(_ZEROES[: -len(data) % ALIGN])
+            vector.append(ZEROES[: -len(parts[-1]) % ALIGN])
         total = sum(map(len, vector))
         through = self.dontcache and not whole_pages and total >= _BEHIND
-        _move_all(_write_through if through else os.pwritev, file.fd, vector, offset, total)
+        _move_all(_write_through if through else os.pwritev, file.fd, vector, offset)
         if not through and not whole_pages and total >= _BEHIND:
             self.behind(file.fd, [(offset, total)])
 
-    def _write_direct(self, fd: int, offset: int, header: bytes, data: memoryview) -> None:
-        whole = len(data) // ALIGN * ALIGN
-        rest = len(data) - whole
-        region, tail = self._scratch.memory[: len(header)], self._scratch.tail
-        region[:] = header
+    def _write_direct(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+        last, tail = parts[-1], self._scratch.tail
+        rest = len(last) % ALIGN
         if rest:
-            tail[:rest] = data[whole:]
-            tail[rest:] = bytes(ALIGN - rest)
-        vector = [region, data[:whole], *([tail] if rest else [])]
-        _move_all(os.pwritev, fd, vector, offset, len(header) + whole + (ALIGN if rest else 0))
+            tail[:rest] = last[-rest:]
+            tail[rest:] = ZEROES[rest:]
+            parts = [*parts[:-1], last[:-rest], tail]
+        _move_all(os.pwritev, fd, parts, offset)
 
     def behind(self, fd: int, written: Sequence[tuple[int, int]]) -> None:
         """Start the write-back of ranges (offset, length), and drop what of them is on the disk already.
@@ -254,26 +257,24 @@ def _works(call: Callable[[], object]) -> bool:
     return True
 
 
-def _write_through(fd: int, vector: Sequence[Part], offset: int) -> int:
+def _write_through(fd: int, vector: Sequence[memoryview], offset: int) -> int:
     return os.pwritev(fd, vector, offset, RWF_DONTCACHE)
 
 
-def _read_through(fd: int, vector: Sequence[Part], offset: int) -> int:
+def _read_through(fd: int, vector: Sequence[memoryview], offset: int) -> int:
     """Read what is cached from the cache, and leave nothing more there."""
     return os.preadv(fd, vector, offset, RWF_DONTCACHE)
 
 
-def _move_all(
-    call: Callable[[int, Sequence[Part], int], int], fd: int, vector: Sequence[Part], offset: int, total: int
-) -> None:
-    if move(call, fd, vector, offset) != total:
+def _move_all(call: Call, fd: int, vector: Sequence[memoryview], offset: int) -> None:
+    if move(call, fd, vector, offset) != sum(map(len, vector)):
         raise OSError(errno.EIO, "short write")
 
 
 def move(
-    call: Callable[[int, Sequence[Part], int], int],
+    call: Call,
     fd: int,
-    vector: Sequence[Part],
+    vector: Sequence[memoryview],
     offset: int,
     *,
     step: int = 1,
@@ -292,5 +293,5 @@ def move(
         while left and moved >= len(left[0]):
             moved -= len(left.pop(0))
         if moved:
-            left[0] = memoryview(left[0])[moved:]
+            left[0] = left[0][moved:]
     return total

@@ -18,7 +18,7 @@ from kvtierd.edges.backends import fs_format, fs_segments, fs_tree
 from kvtierd.edges.backends.fs_files import read_header
 from kvtierd.edges.backends.fs_format import Flaw, FormatError, Header
 from kvtierd.edges.backends.fs_lock import RootLock
-from kvtierd.edges.backends.fs_packed import written_slots
+from kvtierd.edges.backends.fs_slot_io import written_slots
 from kvtierd.edges.backends.fs_tree import READ, Folders
 from kvtierd.errors import TierError
 

@@ -12,10 +12,11 @@ from kvtierd.core.model import BlockId
 from kvtierd.core.stimuli import FoundBlock
 from kvtierd.edges.backends import fs_format, fs_tree
 from kvtierd.edges.backends.fs_format import Flaw, FormatError
-from kvtierd.edges.backends.fs_packed import PackedStore, SegmentFiles
+from kvtierd.edges.backends.fs_packed import PackedStore
 from kvtierd.edges.backends.fs_quarantine import Quarantine
 from kvtierd.edges.backends.fs_scan_pool import Folder, FolderReader
 from kvtierd.edges.backends.fs_scan_worker import Proved
+from kvtierd.edges.backends.fs_segment_files import SegmentFiles
 from kvtierd.edges.backends.fs_segments import Segment
 from kvtierd.edges.backends.fs_tree import Folders
 
@@ -114,7 +115,7 @@ class FsScan:
     def _uses(self, files: SegmentFiles, segment: Segment) -> dict[int, int] | None:
         assert self._packed is not None
         try:
-            return self._packed.uses(files, segment)
+            return self._packed.io.uses(files, segment)
         except (OSError, FormatError):
             self._count("scan: unreadable")
             return None
@@ -219,7 +220,7 @@ class FsScan:
         _, segment, slot, expected = at
         assert self._packed is not None
         try:
-            header = self._packed.header(files, segment, slot)
+            header = self._packed.io.header(files, segment, slot)
         except FormatError as error:
             self._count(f"scan: {error}")
             header = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtierd.core.model import BlockId
@@ -35,7 +36,8 @@ def slots_of(slot_bytes: int) -> int:
 class Segment:
     """One segment file. ``used`` counts slots that are taken, ``begun`` those that were ever written.
 
-    ``written``: offsets and lengths whose write-back was begun; the page cache may drop them soon.
+    ``spare`` and ``free`` are those of the begun slots that nothing is in. ``busy``: how many calls write
+    into it. ``written``: offsets and lengths whose write-back was begun; the page cache may drop them soon.
     """
 
     number: int
@@ -45,7 +47,10 @@ class Segment:
     exists: bool
     used: int = 0
     begun: int = 0
+    busy: int = 0
     lost: bool = False
+    spare: list[int] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
     written: list[tuple[int, int]] = field(default_factory=list)
     slots: int = field(init=False)
     first: int = field(init=False)
@@ -63,22 +68,46 @@ class Segment:
         return self.number << _SHIFT | slot
 
 
+Place = tuple[Segment, int]
+"""A slot of a segment."""
+
+
+def runs(slots: Iterable[int]) -> list[range]:
+    """Join ascending numbers to ranges."""
+    found: list[range] = []
+    for slot in slots:
+        if found and found[-1].stop == slot:
+            found[-1] = range(found[-1].start, slot + 1)
+        else:
+            found.append(range(slot, slot + 1))
+    return found
+
+
 @dataclass(slots=True)
-class _Free:
-    """Free slots of one class, as places; ``growing`` is the segment whose end is not reached yet."""
+class _Giving:
+    """The segments of one class that have slots to give, by number: spare ones, and free or new ones."""
 
-    spare: list[int] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
-    growing: Segment | None = None
+    spare: dict[int, Segment] = field(default_factory=dict)
+    rest: dict[int, Segment] = field(default_factory=dict)
 
-    def forget(self, segment: Segment) -> int:
-        """Drop a segment's slots; return how many of them were spare."""
-        before = len(self.spare)
-        self.spare = [place for place in self.spare if place >> _SHIFT != segment.number]
-        self.free = [place for place in self.free if place >> _SHIFT != segment.number]
-        if self.growing is segment:
-            self.growing = None
-        return before - len(self.spare)
+    def sort(self, segment: Segment) -> None:
+        """Put a segment where it belongs now."""
+        for among, has in (
+            (self.spare, bool(segment.spare)),
+            (self.rest, bool(segment.free) or segment.begun < segment.slots),
+        ):
+            if has and not segment.lost:
+                among[segment.number] = segment
+            else:
+                among.pop(segment.number, None)
+
+    def idle(self) -> Segment | None:
+        """Return a segment that no call writes into, rather one with spare slots."""
+        for among in (self.spare, self.rest):
+            for segment in among.values():
+                if not segment.busy:
+                    return segment
+        return None
 
 
 class SlotMap:
@@ -90,7 +119,7 @@ class SlotMap:
         self._lock = threading.Lock()
         self._index: dict[BlockId, int] = {}
         self._segments: dict[int, Segment] = {}
-        self._free: dict[Class, _Free] = {}
+        self._giving: dict[Class, _Giving] = {}
         self._next = 0
 
     def clear(self) -> None:
@@ -100,7 +129,7 @@ class SlotMap:
                 segment.lost = True
             self._segments.clear()
             self._index.clear()
-            self._free.clear()
+            self._giving.clear()
             self.spare_bytes = 0
 
     def __len__(self) -> int:
@@ -134,35 +163,54 @@ class SlotMap:
         self._segments[segment.number] = segment
         return segment
 
-    def take(self, namespace: str, slot_bytes: int) -> tuple[Segment, int]:
-        """Reserve a slot: a spare one, else a free one, else a new one."""
+    def take(self, namespace: str, slot_bytes: int, count: int = 1) -> list[Place]:
+        """Reserve slots, ascending in each segment: spare ones, else free ones, else new ones.
+
+        Calls at the same time get segments of their own until each says :meth:`wrote`: the kernel lets one
+        write at a time into a file, and has the others spin.
+        """
         with self._lock:
-            free = self._free.setdefault((namespace, slot_bytes), _Free())
-            if free.spare:
-                self.spare_bytes -= slot_bytes
-                segment, slot = self._at(free.spare.pop())
-            elif free.free:
-                segment, slot = self._at(free.free.pop())
-            else:
-                segment = free.growing or self._add(
+            giving = self._giving.setdefault((namespace, slot_bytes), _Giving())
+            taken: list[Place] = []
+            while len(taken) < count:
+                segment = giving.idle() or self._add(
                     namespace, slot_bytes, fs_tree.segment_name(slot_bytes), exists=False
                 )
-                slot = segment.begun
-                segment.begun += 1
-                free.growing = segment if segment.begun < segment.slots else None
-            segment.used += 1
-            return segment, slot
+                segment.busy += 1
+                taken += [(segment, slot) for slot in self._take(segment, count - len(taken))]
+                giving.sort(segment)
+            return taken
 
-    def _at(self, place: int) -> tuple[Segment, int]:
+    def _take(self, segment: Segment, most: int) -> list[int]:
+        slots = [segment.spare.pop() for _ in range(min(most, len(segment.spare)))]
+        self.spare_bytes -= len(slots) * segment.slot_bytes
+        slots += [segment.free.pop() for _ in range(min(most - len(slots), len(segment.free)))]
+        new = min(most - len(slots), segment.slots - segment.begun)
+        slots += range(segment.begun, segment.begun + new)
+        segment.begun += new
+        segment.used += len(slots)
+        return sorted(slots)
+
+    def wrote(self, places: Iterable[Place]) -> None:
+        """End what :meth:`take` began: their segments may be written into by others."""
+        with self._lock:
+            for segment in {segment for segment, _ in places}:
+                segment.busy -= 1
+
+    def _at(self, place: int) -> Place:
         return self._segments[place >> _SHIFT], place & _MASK
 
-    def find(self, block_id: BlockId) -> tuple[Segment, int] | None:
+    def find(self, block_id: BlockId) -> Place | None:
         """Return where a block is."""
-        with self._lock:
-            place = self._index.get(block_id)
-            return None if place is None else self._at(place)
+        return self.find_all([block_id])[0]
 
-    def publish(self, block_id: BlockId, segment: Segment, slot: int) -> tuple[Segment, int] | None:
+    def find_all(self, ids: Iterable[BlockId]) -> list[Place | None]:
+        """Return where each of the blocks is."""
+        with self._lock:
+            places = map(self._index.get, ids)
+            return [None if place is None else self._at(place) for place in places]
+
+    def publish(self, block_id: BlockId, segment: Segment, slot: int) -> Place | None:
         """Say that a taken slot holds the block; return the slot that held it before.
 
         Raises:
@@ -186,7 +234,7 @@ class SlotMap:
                 segment.used += 1
             return known == place
 
-    def remove(self, block_id: BlockId) -> tuple[Segment, int] | None:
+    def remove(self, block_id: BlockId) -> Place | None:
         """Forget a block; its slot stays taken until :meth:`free`, so that it can be wiped in peace."""
         with self._lock:
             place = self._index.pop(block_id, None)
@@ -219,28 +267,22 @@ class SlotMap:
                 if not segment.used:
                     self._segments.pop(segment.number, None)
                 return False
-            free = self._free.setdefault((segment.namespace, segment.slot_bytes), _Free())
-            (free.spare if spare else free.free).append(segment.place(slot))
-            if segment.used or (segment.begun == segment.slots and not self._all_free(free, segment)):
+            (segment.spare if spare else segment.free).append(slot)
+            unproved = segment.begun == segment.slots != len(segment.spare) + len(segment.free)
+            if segment.used or unproved:
+                self._giving.setdefault((segment.namespace, segment.slot_bytes), _Giving()).sort(segment)
                 return False
             self._lose(segment)
             del self._segments[segment.number]
             return True
-
-    @staticmethod
-    def _all_free(free: _Free, segment: Segment) -> bool:
-        """Whether no slot is unproved: every slot is in the lists."""
-        known = sum(place >> _SHIFT == segment.number for place in (*free.spare, *free.free))
-        return known == segment.slots
 
     def settle(self, segment: Segment, proved: set[int]) -> list[int]:
         """End the scan of a segment; return the unproved slots, which are the caller's to clear and free."""
         with self._lock:
             if segment.lost:
                 return []
-            free = self._free.get((segment.namespace, segment.slot_bytes), _Free())
-            known = {p & _MASK for p in (*free.spare, *free.free) if p >> _SHIFT == segment.number}
-            rest = [slot for slot in range(segment.slots) if slot not in proved and slot not in known]
+            known = proved.union(segment.spare, segment.free)
+            rest = [slot for slot in range(segment.slots) if slot not in known]
             segment.used += len(rest)
             return rest
 
@@ -252,6 +294,7 @@ class SlotMap:
 
     def _lose(self, segment: Segment) -> None:
         segment.lost = True
-        free = self._free.get((segment.namespace, segment.slot_bytes))
-        if free is not None:
-            self.spare_bytes -= free.forget(segment) * segment.slot_bytes
+        self.spare_bytes -= len(segment.spare) * segment.slot_bytes
+        giving = self._giving.get((segment.namespace, segment.slot_bytes))
+        if giving is not None:
+            giving.sort(segment)

@@ -82,10 +82,9 @@ class MemoryBackend:
                 return Outcome(block.id, Status.GONE)
             self.store[block.id] = stored
         try:
-            header = fs_format.decode(stored)
-            header.check(block, len(stored))
-            payload = memoryview(stored)[header.data_offset :]
-            header.check_payload(payload)
+            offset, expected = fs_format.prove(stored, block, len(stored))
+            payload = memoryview(stored)[offset:]
+            fs_format.check_digest(fs_format.digest(payload), expected)
         except FormatError as error:
             return Outcome(block.id, Status.CORRUPT, reason=str(error))
         data[:] = payload

@@ -220,10 +220,9 @@ class ObjectBackend(ObjectUpkeep):
         """Get, prove and copy one object; raises :class:`FormatError` or :class:`StoreFailed`."""
         limit = fs_format.MAX_HEADER_BYTES + transfer.block.payload_bytes
         content = self._requests.get(key, limit, budget)
-        header = fs_format.decode(content)
-        header.check(transfer.block, len(content))
-        payload = content[header.data_offset :]
-        header.check_payload(payload)
+        offset, expected = fs_format.prove(content, transfer.block, len(content))
+        payload = content[offset:]
+        fs_format.check_digest(fs_format.digest(payload), expected)
         copy_into(transfer.data, payload)
 
     def _delete_batch(self, ids: Sequence[BlockId], budget: Budget) -> list[Outcome]:

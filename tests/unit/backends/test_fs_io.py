@@ -210,7 +210,7 @@ def test_a_read_at_the_end_of_a_file_stops_there(tmp_path):
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.pwrite(fd, bytes(range(256)) * 40, 0)
     (view,) = pool(bytes(20_000))
-    assert io.read(File(fd), 0, io.region(4096), view) == 10_240
+    assert io.read(File(fd), 0, [io.region(4096), view]) == 10_240
     assert bytes(view[:6144]) == bytes(range(256)) * 24
     os.close(fd)
 

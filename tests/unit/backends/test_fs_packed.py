@@ -16,7 +16,7 @@ import pytest
 
 from kvtierd.core.model import Block, BlockMeta, hash_of
 from kvtierd.core.stimuli import Status
-from kvtierd.edges.backends import fs_io, fs_packed
+from kvtierd.edges.backends import fs_io, fs_packed, fs_slot_io
 from kvtierd.edges.backends.base import Transfer
 from kvtierd.edges.backends.fs import FsBackend
 from kvtierd.errors import TierError
@@ -463,7 +463,7 @@ def test_the_descriptor_count_stays_flat(backend, monkeypatch):
         scanned(backend)
         with monkeypatch.context() as patched:
             patched.setattr(
-                fs_packed, "_write", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "bad"))
+                fs_slot_io, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "bad"))
             )
             assert write(backend, block(4), payload(4)).status is Status.FAILED
     assert len(os.listdir("/proc/self/fd")) == before

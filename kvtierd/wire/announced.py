@@ -22,6 +22,8 @@ from typing import NamedTuple
 from kvtierd.core.model import Block, BlockId, BlockKey, EventKind, Locality, Medium, TierEvent
 from kvtierd.wire.block_map import BlockMap
 
+_STORED = EventKind.STORED
+
 
 class TierLabel(NamedTuple):
     """What events say of a tier; equal labels are the same tier across restarts."""
@@ -157,7 +159,7 @@ class Announced:
         plain = not self._unconfirmed and not self._suspect
         tier, common, blocks = "", None, dict[BlockKey, Block]()
         for event in events:
-            if event.kind is EventKind.STORED:
+            if event.kind is _STORED:
                 if not plain:
                     self._stored(event, told, again)
                     continue

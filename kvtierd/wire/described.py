@@ -6,6 +6,8 @@ import msgspec
 
 from kvtierd.core.model import Block, EventHash
 
+_Raw = msgspec.Raw
+
 
 class PackedMeta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Encodes to the very bytes of the :class:`~kvtierd.core.model.BlockMeta` with the same fields."""
@@ -30,7 +32,7 @@ def packed_meta(block: Block) -> PackedMeta | None:
     return PackedMeta(  # in the order of its fields: names would cost more than all else
         told_as if isinstance(told_as, tuple) else (told_as,),
         block.parent,
-        msgspec.Raw(tokens) if tokens else (),
+        _Raw(tokens) if tokens else (),
         common.block_size,
         common.lora_id,
         common.lora_name,

@@ -29,6 +29,7 @@ from kvtierd.core.model import (
 )
 
 T = TypeVar("T")
+_Raw = msgspec.Raw
 
 
 class Form(enum.StrEnum):
@@ -167,7 +168,6 @@ def stored(
     medium: str,
     locality: str | None,
     group: int | None,
-    *,
     tokens: bool = True,
     raw: bool = False,
 ) -> BlockStored:
@@ -185,9 +185,7 @@ def stored(
     token_ids: Any = ()
     if tokens and block.tokens:
         copied = raw and count == 1
-        token_ids = (
-            msgspec.Raw(block.tokens) if copied else _part(block.token_ids, index, common.block_size, count)
-        )
+        token_ids = _Raw(block.tokens) if copied else _part(block.token_ids, index, common.block_size, count)
     return BlockStored(  # in the order of its fields: names would be half of what this costs
         hashes if count == 1 else (hashes[index],),
         hashes[index - 1] if index else block.parent,

@@ -93,13 +93,13 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     grouped: bool = True
     told: bool = True
 
-    def to_wire(self, *, tokens: bool = True, raw: bool = False) -> WireEvent:
+    def to_wire(self, tokens: bool = True, raw: bool = False) -> WireEvent:
         """Return the event that tells it (``raw``: to be encoded as it is, see :func:`stored`)."""
-        key, block = self.key, self.block
-        group = key.group if self.grouped else None
-        if block is not None:
-            return stored(block, self.index, key.medium, key.locality, group, tokens=tokens, raw=raw)
-        return removed(key.hash, group, key.medium, key.locality)
+        _, event_hash, group, medium, locality = self.key
+        carried = group if self.grouped else None
+        if self.block is not None:
+            return stored(self.block, self.index, medium, locality, carried, tokens, raw)
+        return removed(event_hash, carried, medium, locality)
 
     def of_rank(self, rank: int) -> Change:
         """Return the same change of another dp rank."""
@@ -175,7 +175,10 @@ class Projection:
     def apply(self, events: Sequence[TierEvent]) -> list[Change]:
         """Count the events and return the changes to announce, in the same order."""
         view, announced, changes = self.view, self.announced, list[Change]()
-        label: tuple[object, ...] = ()
+        plain = self.watcher is None
+        tier: str | None = None
+        where: Medium | None = None
+        how: Locality | None = None
         common: Common | None = None
         tail = b""
         medium, locality, wanted = "", None, True
@@ -183,8 +186,9 @@ class Projection:
         grouped = True
         for event in events:
             block = event.block
-            if label != (known := (event.tier, event.medium, event.locality)):  # the same for many in a row
-                label = known
+            # The same for many in a row, and the same objects: to look for these costs half.
+            if event.tier is not tier or event.medium is not where or event.locality is not how:
+                tier, where, how = event.tier, event.medium, event.locality
                 medium, locality, wanted = self._words(event)
             if common is not block.common or tail != block.key[-GROUP_BYTES:]:  # these too
                 common, tail = block.common, block.key[-GROUP_BYTES:]
@@ -193,23 +197,34 @@ class Projection:
             if not wanted or (view.rank is not None and not view.each_rank and rank != view.rank):
                 continue
             told_as = block.told_as
-            hashes = told_as if isinstance(told_as, tuple) else (told_as,)
-            if event.kind is _STORED:
-                for index, event_hash in enumerate(hashes):
-                    key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
-                    change = Change(key, block, index, grouped)
-                    if self.watcher is None and announced.setdefault(key, change) is change:
-                        changes.append(change)
-                    else:
-                        self._stored(key, change, changes)
+            if isinstance(told_as, tuple):
+                keys = [_new_key(ReaderKey, (rank, each, group, medium, locality)) for each in told_as]
+                self._several(event, keys, grouped, changes)
                 continue
-            for event_hash in reversed(hashes):
-                key = _new_key(ReaderKey, (rank, event_hash, group, medium, locality))
-                if key in announced:
-                    self._removed(key, changes, told=view.removals)
+            key = _new_key(ReaderKey, (rank, told_as, group, medium, locality))
+            if event.kind is _STORED:
+                change = Change(key, block, 0, grouped)
+                if plain and announced.setdefault(key, change) is change:
+                    changes.append(change)
                 else:
-                    self.unmatched += 1
+                    self._stored(key, change, changes)
+            elif key in announced:
+                self._removed(key, changes, told=view.removals)
+            else:
+                self.unmatched += 1
         return changes
+
+    def _several(self, event: TierEvent, keys: list[ReaderKey], grouped: bool, changes: list[Change]) -> None:
+        """Count an event of a block that readers know as several."""
+        if event.kind is _STORED:
+            for index, key in enumerate(keys):
+                self._stored(key, Change(key, event.block, index, grouped), changes)
+            return
+        for key in reversed(keys):
+            if key in self.announced:
+                self._removed(key, changes, told=self.view.removals)
+            else:
+                self.unmatched += 1
 
     def _words(self, event: TierEvent) -> tuple[str, str | None, bool]:
         """Return what readers call an event's medium and locality, and whether they want to hear of it."""
@@ -287,6 +302,8 @@ class Projection:
 
 def runs_of(changes: Sequence[Change]) -> list[Run]:
     """Cut changes where the dp rank changes; the order stays."""
+    if len({change.key[0] for change in changes}) == 1:
+        return [Run(changes[0].key[0], [*changes])]
     runs: list[Run] = []
     for change in changes:
         if not runs or runs[-1].rank != change.key.rank:

@@ -25,7 +25,17 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, Common, EventKind, TierEvent
+from kvtierd.core.model import (
+    Block,
+    BlockId,
+    BlockKey,
+    BlockMeta,
+    Common,
+    EventKind,
+    Locality,
+    Medium,
+    TierEvent,
+)
 from kvtierd.wire.announced import History, TierLabel
 from kvtierd.wire.described import packed_meta
 from kvtierd.wire.frames import UNDECODABLE, Torn, Unreadable, bodies, checked, read_magic
@@ -77,6 +87,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 _STORED, _REMOVED, _KEPT = int(Kind.STORED), int(Kind.REMOVED), int(Kind.KEPT)
+_REMOVAL = EventKind.REMOVED
 _new = tuple.__new__
 _encode = msgspec.msgpack.Encoder().encode
 _records = msgspec.msgpack.Decoder(Record)
@@ -98,20 +109,22 @@ class RecordWriter:
     def changes(self, at: float, events: Sequence[TierEvent]) -> bytes:
         """Return the record of one batch of events."""
         known = len(self._tiers), len(self._namespaces)
-        last: tuple[object, ...] = ()
+        name: str | None = None
+        medium: Medium | None = None
+        locality: Locality | None = None
         common: Common | None = None
-        tier, space, entries = 0, 0, list[tuple[object, ...]]()
+        tier, space, size, rank, entries = 0, 0, 0, 0, list[tuple[object, ...]]()
         for event in events:
-            if last != (words := (event.tier, event.medium, event.locality)):  # the same for many in a row
-                last, tier = words, self._tier(TierLabel(event.tier, event.medium, event.locality))
-            kind = _REMOVED if event.kind is EventKind.REMOVED else _STORED
+            # The same for many in a row, and the same objects: to look for these costs half.
+            if event.tier is not name or event.medium is not medium or event.locality is not locality:
+                name, medium, locality = event.tier, event.medium, event.locality
+                tier = self._tier(TierLabel(name, medium, locality))
             block = event.block
             if common is not block.common:
                 common = block.common
-                space = self._space(common.namespace)
-            entries.append(
-                (kind, tier, space, block.key, common.payload_bytes, common.dp_rank, packed_meta(block))
-            )
+                space, size, rank = self._space(common.namespace), common.payload_bytes, common.dp_rank
+            kind = _REMOVED if event.kind is _REMOVAL else _STORED
+            entries.append((kind, tier, space, block.key, size, rank, packed_meta(block)))
         return self._record(at, entries, known)
 
     def kept(self, at: float, blocks: Sequence[tuple[TierLabel, Block]]) -> bytes:

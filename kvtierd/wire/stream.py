@@ -231,7 +231,7 @@ class StreamLog:
     def _encode(self, ts: float, rank: int, changes: Sequence[Change]) -> bytes:
         view = self._view
         alone, tokens = view.one_block, view.tokens
-        events = [change.to_wire(tokens=tokens, raw=alone) for change in changes if change.told]
+        events = [change.to_wire(tokens, alone) for change in changes if change.told]
         return encode_batch(ts, events if alone else [*pack(events)], rank, view.form)
 
     def _trim(self) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from kvtierd.core.model import Block, BlockId, Layout
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
@@ -18,6 +16,7 @@ from kvtierd.edges.backends.fs_files import FileStore
 from kvtierd.edges.backends.fs_format import FormatError
 from kvtierd.edges.backends.fs_io import Fsync, Io, Mode
 from kvtierd.edges.backends.fs_lock import RootLock
+from kvtierd.edges.backends.fs_outcomes import Outcomes, What
 from kvtierd.edges.backends.fs_packed import PACK_BELOW, PackedStore
 from kvtierd.edges.backends.fs_quarantine import Quarantine
 from kvtierd.edges.backends.fs_scan import FsScan
@@ -29,10 +28,6 @@ from kvtierd.errors import TierError, TierTaken
 from kvtierd.logs.events import event
 
 log = logging.getLogger(__name__)
-
-_LOGGED_REASONS = 64
-
-_What = Literal["write", "read", "delete"]
 
 
 class FsBackend:
@@ -70,13 +65,11 @@ class FsBackend:
         self._packing = False
         self._pack_below = pack_below
         self._io = Io(io, fsync)
+        self._outcomes = Outcomes(name)
         self._quarantine = Quarantine(quarantine)
-        self._files = FileStore(self._io, self._quarantine, self._count)
-        self._packed = PackedStore(self._io, self._quarantine, self._count)
+        self._files = FileStore(self._io, self._quarantine, self._outcomes.count)
+        self._packed = PackedStore(self._io, self._quarantine, self._outcomes.count)
         self._loose: set[BlockId] = set()
-        self._counts: Counter[str] = Counter()
-        self._logged: set[str] = set()
-        self._mutex = threading.Lock()
         self._adopting = threading.Lock()
         self._scanning = threading.Lock()
 
@@ -158,12 +151,7 @@ class FsBackend:
             "spare_bytes": slots.spare_bytes,
             "direct_io": int(self._io.direct),
         }
-        with self._mutex:
-            return {**self._counts, **now}
-
-    def _count(self, what: str, by: int = 1) -> None:
-        with self._mutex:
-            self._counts[what] += by
+        return {**self._outcomes.counts, **now}
 
     # -- content ------------------------------------------------------------------------------------
 
@@ -184,7 +172,7 @@ class FsBackend:
             self.root,
             self._device,
             self._quarantine,
-            self._count,
+            self._outcomes.count,
             packed=self._packed if self._packing else None,
             alone=self._lock is not None and self._lock.alone,
             loose=self._loose,
@@ -207,7 +195,7 @@ class FsBackend:
                     except (FileNotFoundError, NotADirectoryError):
                         continue
                     except FormatError as error:
-                        self._count(f"probe: {error}")
+                        self._outcomes.count(f"probe: {error}")
         except OSError as error:
             raise TierError(self.name, fs_faults.describe(error)) from error
         return found
@@ -217,7 +205,7 @@ class FsBackend:
         try:
             fs_records.write(self.root, self._device, namespace, layout)
         except OSError:
-            self._count("describe_failed")
+            self._outcomes.count("describe_failed")
 
     def tenants(self) -> dict[str, str | None]:
         """Return whose the stored namespaces are, as far as their records say."""
@@ -240,17 +228,17 @@ class FsBackend:
 
     def delete(self, ids: Sequence[BlockId], *, corrupt: bool = False) -> list[Outcome]:
         """Delete blocks, or move them to the quarantine."""
+        guarded = self._outcomes.guarded
         return self._call(
             "delete",
             ids,
             lambda files: [
-                self._guarded(files, "delete", one, lambda one=one: self._delete(files, one, corrupt))  # type: ignore[misc]
-                for one in ids
+                guarded(files.folders.root, "delete", one, self._delete, files, one, corrupt) for one in ids
             ],
         )
 
     def _call(
-        self, what: _What, ids: Sequence[BlockId], act: Callable[[SegmentFiles], list[Outcome]]
+        self, what: What, ids: Sequence[BlockId], act: Callable[[SegmentFiles], list[Outcome]]
     ) -> list[Outcome]:
         """Open what a call needs and act; what goes wrong before any block is the outcome of each."""
         if not ids:
@@ -265,7 +253,8 @@ class FsBackend:
                 return act(files)
         except OSError as error:
             return [
-                self._outcome(what, block_id, Status.FAILED, fs_faults.describe(error)) for block_id in ids
+                self._outcomes.of(what, block_id, Status.FAILED, fs_faults.describe(error))
+                for block_id in ids
             ]
 
     def _adopt_replaced(self, folders: Folders) -> None:
@@ -279,53 +268,16 @@ class FsBackend:
                 )
                 self._adopt(folders)
 
-    def _guarded(
-        self, files: SegmentFiles, what: _What, block_id: BlockId, act: Callable[[], Outcome]
-    ) -> Outcome:
-        """Act on one block; errors of the system become outcomes."""
-        try:
-            return act()
-        except FormatError as error:
-            status = Status.CORRUPT if what == "read" else Status.FAILED
-            return self._outcome(what, block_id, status, str(error))
-        except OSError as error:
-            status = fs_faults.status(error, reading=what == "read")
-            reason = fs_faults.describe(error, files.folders.root)
-            return self._outcome(what, block_id, status, reason)
-
-    def _outcome(self, what: _What, block_id: BlockId, status: Status, reason: str) -> Outcome:
-        self._count(f"{status.value}: {reason}")
-        if status in (Status.FAILED, Status.FULL):
-            self._log_once(f"{what}: {reason}")
-        return Outcome(block_id, status, reason=reason)
-
-    def _log_once(self, fault: str) -> None:
-        with self._mutex:
-            if fault in self._logged or len(self._logged) >= _LOGGED_REASONS:
-                return
-            self._logged.add(fault)
-        log.warning(
-            "tier %s: %s; later ones are only counted",
-            self.name,
-            fault,
-            extra=event("tier_fault", tier=self.name),
-        )
-
     def _write_all(self, files: SegmentFiles, transfers: Sequence[Transfer]) -> list[Outcome]:
+        guarded, root = self._outcomes.guarded, files.folders.root
         room = Room(files.folders, self.min_free)
-        outcomes = [
-            self._guarded(files, "write", each.block.id, lambda each=each: self._admit(each, room))  # type: ignore[misc]
-            for each in transfers
-        ]
+        outcomes = [guarded(root, "write", each.block.id, self._admit, each, room) for each in transfers]
         admitted = {i: transfers[i] for i, outcome in enumerate(outcomes) if outcome.status is Status.OK}
         placed = self._packed.put_all(files, {i: t for i, t in admitted.items() if self._packs(t.block)})
         for i, transfer in admitted.items():
             if i not in placed:
-                outcomes[i] = self._guarded(
-                    files,
-                    "write",
-                    transfer.block.id,
-                    lambda i=i, t=transfer: self._write(files, t, placed, i),  # type: ignore[misc]
+                outcomes[i] = guarded(
+                    root, "write", transfer.block.id, self._write, files, transfer, placed, i
                 )
         try:
             for file in files:
@@ -335,29 +287,24 @@ class FsBackend:
         except OSError as error:
             for i, place in placed.items():
                 self._packed.discard(files, place)
-                outcomes[i] = self._outcome(
+                outcomes[i] = self._outcomes.of(
                     "write", outcomes[i].id, fs_faults.status(error, reading=False), fs_faults.describe(error)
                 )
             return outcomes
         self._packed.written(files, placed.values())
         for i, place in placed.items():
-            outcomes[i] = self._guarded(
-                files,
-                "write",
-                outcomes[i].id,
-                lambda i=i, place=place: self._publish(files, outcomes[i], place),  # type: ignore[misc]
-            )
+            outcomes[i] = guarded(root, "write", outcomes[i].id, self._publish, files, outcomes[i], place)
         return outcomes
 
     def _admit(self, transfer: Transfer, room: Room) -> Outcome:
         """Say whether a block may be written, and what it will occupy."""
         block = transfer.block
         if len(transfer.data) != block.payload_bytes:
-            return self._outcome("write", block.id, Status.FAILED, "payload length differs")
+            return self._outcomes.of("write", block.id, Status.FAILED, "payload length differs")
         fs_tree.check_id(block.id)
         size = fs_format.stored_bytes(block)
         if not room.take(size):
-            return self._outcome("write", block.id, Status.FULL, "less than min_free would stay free")
+            return self._outcomes.of("write", block.id, Status.FULL, "less than min_free would stay free")
         return Outcome(block.id, Status.OK, size)
 
     def _packs(self, block: Block) -> bool:
@@ -381,17 +328,18 @@ class FsBackend:
         return outcome
 
     def _read_all(self, files: SegmentFiles, transfers: Sequence[Transfer]) -> list[Outcome]:
+        guarded = self._outcomes.guarded
         read = self._packed.read_all(files, transfers)
         return [
             Outcome(each.block.id, Status.OK)
             if i in read
-            else self._guarded(files, "read", each.block.id, lambda each=each: self._read(files, each))  # type: ignore[misc]
+            else guarded(files.folders.root, "read", each.block.id, self._read, files, each)
             for i, each in enumerate(transfers)
         ]
 
     def _read(self, files: SegmentFiles, transfer: Transfer) -> Outcome:
         if len(transfer.data) != transfer.block.payload_bytes:
-            return self._outcome("read", transfer.block.id, Status.FAILED, "payload length differs")
+            return self._outcomes.of("read", transfer.block.id, Status.FAILED, "payload length differs")
         if not self._packed.read(files, transfer) and not (
             self._index_packed() and self._packed.read(files, transfer)
         ):

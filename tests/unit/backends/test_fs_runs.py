@@ -215,8 +215,9 @@ def test_a_writer_killed_in_a_run_leaves_whole_blocks_only(root, call, number, p
     """L65."""
     program = """
         import os, signal, sys
+        from kvtierd.edges.backends.base import Transfer
         from kvtierd.edges.backends.fs import FsBackend
-        from tests.unit.backends.test_fs_runs import transfers
+        from kvtierd.testing.backend_kit import block, payload
         backend = FsBackend("disk", sys.argv[1], io="buffered")
         backend.open()
         call, number, part = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -229,7 +230,8 @@ def test_a_writer_killed_in_a_run_leaves_whole_blocks_only(root, call, number, p
             os.pwrite(fd, (b"".join(data) if call == "pwritev" else data)[:part], offset)
             os.kill(os.getpid(), signal.SIGKILL)
         setattr(os, call, die)
-        backend.write(transfers(range(12)))
+        content = [memoryview(payload(n, 4096) * 2) for n in range(12)]
+        backend.write([Transfer(block(n, size=8192), data) for n, data in enumerate(content)])
     """
     arguments = [sys.executable, "-c", textwrap.dedent(program), root, call, str(number), str(part)]
     assert subprocess.run(arguments, timeout=50, check=False).returncode == -signal.SIGKILL

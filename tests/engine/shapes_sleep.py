@@ -25,8 +25,8 @@ def asleep(trials):
     tool = trials.tool(llm)
 
     seen["before"] = generate(llm, asked)
-    tool.wait_on_disk(tool.blocks("cpu"))
     llm.sleep(level=0)
+    wait_for(lambda: set(tool.blocks("cpu")) == set(tool.blocks("disk")), "the last stores to be on disk")
     seen["kept"] = len(tool.blocks("cpu")), len(tool.blocks("disk"))
     llm.wake_up(tags=["scheduling"])
     llm.reset_prefix_cache()

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from kvtierd.core.model import EventHash
+from kvtierd.wire.folded import Folded
 from kvtierd.wire.kvevents import encode_batch, pack
 from kvtierd.wire.projection import EVENT_BYTES, Change, ReaderKey, Run, View, parent_key, root_first
 
@@ -128,7 +129,7 @@ class StreamLog:
         self._ring: deque[Entry] = deque()
         self._ring_cost = 0
         self._missing = missing
-        self._base = _Base(max_tombstones)
+        self._base = Folded(max_tombstones)
         self._snapshots = 0
         self._first = 0  # the next batch's number, where none is in the ring
 
@@ -155,7 +156,7 @@ class StreamLog:
         For readers that take a lower number for a new incarnation and ask for everything from 0.
         """
         while self._ring:
-            self._base.fold(self._ring.popleft())
+            self._fold(self._ring.popleft())
         self._ring_cost = 0
         self._first = self.numbers_for_state
         self._base.renumber(self._first - 1)
@@ -223,7 +224,7 @@ class StreamLog:
             ring_bytes=self._ring_cost,
             folded=base.folded,
             resident=base.resident,
-            tombstones=len(base.gone),
+            tombstones=base.tombstones,
             forgotten=base.forgotten,
             snapshots=self._snapshots,
         )
@@ -239,7 +240,10 @@ class StreamLog:
         while len(self._ring) > 1 and (len(self._ring) > most or self._ring_cost > most_bytes):
             entry = self._ring.popleft()
             self._ring_cost -= entry.cost
-            self._base.fold(entry)
+            self._fold(entry)
+
+    def _fold(self, entry: Entry) -> None:
+        self._base.fold(entry.sequence, entry.ts, entry.rank, entry.changes)
 
     def _before_ring(self, start: int, ring_start: int) -> Iterator[tuple[int, bytes]]:
         """Fill the numbers from ``start`` to the ring with what the base says happened in them."""
@@ -284,74 +288,6 @@ class StreamLog:
         for sequence in numbers:
             batch = next(batches, None)
             yield sequence, empty if batch is None else self._encode(ts, batch.rank, batch.changes)
-
-
-class _Base:
-    """The net effect of all batches before the ring, the latest change of a key last."""
-
-    def __init__(self, max_tombstones: int) -> None:
-        self._max_tombstones = max_tombstones
-        self._numbers: dict[ReaderKey, int] = {}
-        self.known: dict[ReaderKey, Change] = {}
-        self.stored: dict[ReaderKey, Change] = {}
-        self.gone: dict[ReaderKey, Change] = {}
-        self.floor = -1
-        """Latest number whose removals may have been forgotten."""
-        self.forgotten = 0
-        self.folded = 0
-        self.ranks: set[int] = set()
-        self.ts, self.rank = 0.0, 0
-
-    @property
-    def resident(self) -> int:
-        """How many residencies there are."""
-        return len(self.known) + len(self.stored)
-
-    def seed(self, changes: Iterable[Change]) -> None:
-        """Take in stores that are older than all numbers."""
-        for change in changes:
-            self.known[change.key] = change
-            self.ranks.add(change.key.rank)
-
-    def fold(self, entry: Entry) -> None:
-        """Take in the batch that follows those already folded."""
-        self.folded += 1
-        self.ts, self.rank = entry.ts, entry.rank
-        sequence, known, stored, gone = entry.sequence, self.known, self.stored, self.gone
-        for change in entry.changes:
-            key = change.key
-            if known:
-                known.pop(key, None)
-            stored.pop(key, None)
-            gone.pop(key, None)
-            self._numbers[key] = sequence
-            (gone if change.block is None else stored)[key] = change
-        self.ranks.update([change.key.rank for change in entry.changes])
-        while len(self.gone) > self._max_tombstones:
-            oldest = next(iter(self.gone))
-            del self.gone[oldest]
-            self.floor = self._numbers.pop(oldest)
-            self.forgotten += 1
-
-    def renumber(self, number: int) -> None:
-        """Date all that is known back to ``number``; a new count of numbers goes on after it."""
-        self.stored = {**self.known, **self.stored}
-        self.known = {}
-        self._numbers = dict.fromkeys(chain(self.stored, self.gone), number)
-        self.floor = -1
-
-    def changed_since(self, start: int) -> tuple[list[Change], dict[ReaderKey, Change]]:
-        """Return the removals and the stores whose latest change has number ``start`` or more, in order.
-
-        From 0, where the reader knows nothing yet, no removals. Copies: the base may change meanwhile.
-        """
-        if start == 0:
-            return [], {**self.known, **self.stored}
-        return list(self._latest(self.gone, start).values()), self._latest(self.stored, start)
-
-    def _latest(self, changes: dict[ReaderKey, Change], start: int) -> dict[ReaderKey, Change]:
-        found = takewhile(lambda item: self._numbers[item[0]] >= start, reversed(changes.items()))
-        return dict(reversed(list(found)))
 
 
 def _pack(changes: Iterator[Change], count: int, numbers: int, ranks: int, limits: Limits) -> Iterator[Run]:

@@ -13,12 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-from engine_rig import BLOCK, generate, sampling, scheduler_of, stop
+from engine_rig import BLOCK, different_blocks, generate, sampling, scheduler_of, stop
 from shapes_metadata import metadata
 from shapes_ranks import data_parallel
 from shapes_rig import COUNT, Trials, finish, plain, prove, workload
 from shapes_sleep import asleep
 from vllm.lora.request import LoRARequest
+
+from kvtierd.testing.clock import wait_for
 
 DECODED = 24
 """Tokens that are generated where decoding itself must fill blocks."""
@@ -180,7 +182,7 @@ def salts(trials):
     tool, seen = trials.tool(llm), {}
     for name in ("none", "a", "b"):
         salted = asked if name == "none" else [prompt | {"cache_salt": name} for prompt in asked]
-        seen[name] = _first_and_second(llm, salted)
+        seen[name] = _first_and_second(llm, tool, salted)
     trials.rig.agree()
     tool.poison()
     llm.reset_prefix_cache()
@@ -207,7 +209,7 @@ def adapters(trials):
     tool, seen = trials.tool(llm), {"expected": expected, "got": []}
     for who in whom:
         prompts, lora = _as(trials, asked, who)
-        seen["got"].append(_first_and_second(llm, prompts, lora_request=lora))
+        seen["got"].append(_first_and_second(llm, tool, prompts, lora_request=lora))
     trials.rig.agree()
     tool.poison()
     llm.reset_prefix_cache()
@@ -229,11 +231,16 @@ def _as(trials, asked, who):
     return salted, lora
 
 
-def _first_and_second(llm, asked, **options):
-    """Generate twice from what only the daemon has: (tokens, cached) of the first and of the second time."""
+def _first_and_second(llm, tool, asked, **options):
+    """Generate twice from what only the daemon has: (tokens, cached) of the first and of the second time.
+
+    Requests are over before their last blocks are committed, so these are waited for.
+    """
+    whole = len(tool.blocks("cpu")) + different_blocks(asked)
     llm.reset_prefix_cache()
     first = [generate(llm, [prompt], **options) for prompt in asked[:1]]  # alone: nothing of itself to find
     rest = generate(llm, asked, **options)
+    wait_for(lambda: len(tool.blocks("cpu")) >= whole, "the last commits")
     llm.reset_prefix_cache()
     return {"first": first[0], "rest": rest, "second": generate(llm, asked, **options)}
 

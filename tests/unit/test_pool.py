@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import threading
@@ -68,6 +69,7 @@ def allocate(tmp_path):
 @pytest.fixture
 def open_descriptors():
     def count():
+        gc.collect()  # what other tests left is closed now, not between two counts
         return len(os.listdir("/proc/self/fd"))
 
     return count

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,20 @@ from kvtierd.edges.backends.fs import FsBackend
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
+
+
+@pytest.fixture
+def opened_below(root: Path) -> Callable[[], int]:
+    """Counts what this process has open below the root; other tests' garbage may be closed at any time."""
+
+    def count() -> int:
+        found = 0
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found += os.readlink(f"/proc/self/fd/{name}").startswith(str(root))
+        return found
+
+    return count
 
 
 @pytest.fixture

@@ -18,10 +18,6 @@ from kvtierd.testing.backend_kit import NAMESPACE, block, payload, read, scanned
 from kvtierd.testing.on_disk import files_in, path_of
 
 
-def open_descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 class Fails:
     """Stands in for one function of ``os``: does ``before`` and raises, until healed."""
 
@@ -132,10 +128,11 @@ def test_running_out_of_descriptors_fails_and_recovers(backend):
     assert read(backend, block(1)) == payload(1)
 
 
-def test_the_descriptor_count_stays_flat(backend, root, monkeypatch):
+def test_the_descriptor_count_stays_flat(backend, root, opened_below, monkeypatch):
     """L81: good and failing cycles alike."""
     write(backend, block(1), payload(1))
-    before = open_descriptors()
+    before = opened_below()
+    assert before, "the lock at least"
     for cycle in range(100):
         write(backend, block(2), payload(cycle))
         read(backend, block(2))
@@ -147,7 +144,7 @@ def test_the_descriptor_count_stays_flat(backend, root, monkeypatch):
         with monkeypatch.context() as patch:
             Fails(patch, "pwritev", errno.ENOSPC)
             write(backend, block(4), payload(4))
-    assert open_descriptors() == before
+    assert opened_below() == before
 
 
 def test_a_missing_root_is_a_failure_and_not_a_loss(backend, root):

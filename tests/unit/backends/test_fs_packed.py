@@ -448,10 +448,11 @@ def test_a_batch_is_stored_in_order_and_its_order_is_kept(backend):
     assert [one.block.id for one in scanned(backend)] == [block(n).id for n in (5, 3, 9, 1)]
 
 
-def test_the_descriptor_count_stays_flat(backend, monkeypatch):
+def test_the_descriptor_count_stays_flat(backend, opened_below, monkeypatch):
     """L81: good and failing cycles alike."""
     write(backend, block(1), payload(1))
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened_below()
+    assert before, "the lock at least"
     for cycle in range(100):
         write(backend, block(2), payload(cycle))
         read(backend, block(2))
@@ -466,4 +467,4 @@ def test_the_descriptor_count_stays_flat(backend, monkeypatch):
                 fs_slot_io, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "bad"))
             )
             assert write(backend, block(4), payload(4)).status is Status.FAILED
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_below() == before

@@ -25,7 +25,7 @@ from kvtierd.edges.backends.fs_segments import Place, Segment, runs
 READ_BYTES = 2 << 20
 """Of payloads in a run: what a processor's cache still holds when their checksums are made."""
 WRITE_BYTES = 1 << 20
-"""More was half as fast: twice the processor time for the copy into the page cache."""
+"""With 2 or 4 MiB stores of 256 KiB blocks often took twice the time, in the copy into the page cache."""
 RUN_BLOCKS = 128
 """Each has a page of headers in a thread's scratch memory, and two parts of a read's vector."""
 

@@ -25,6 +25,7 @@ def asleep(trials):
     tool = trials.tool(llm)
 
     seen["before"] = generate(llm, asked)
+    seen["stored"] = len(tool.blocks("cpu"))
     llm.sleep(level=0)
     wait_for(lambda: set(tool.blocks("cpu")) == set(tool.blocks("disk")), "the last stores to be on disk")
     seen["kept"] = len(tool.blocks("cpu")), len(tool.blocks("disk"))

@@ -156,7 +156,7 @@ def test_a_paused_engine_keeps_its_blocks_and_a_sleeping_one_does_not(tried: Cal
     """vLLM's sleep of level 1 and 2 clears every cache, the connector's too."""
     seen = tried("pairs")["asleep"]
     tokens, cold = seen["before"]
-    assert seen["kept"][0] == seen["kept"][1] > 0
+    assert 0 < seen["stored"] <= seen["kept"][0] == seen["kept"][1]
     for wave in ("paused", "woken", "again"):
         assert seen[wave][0] == tokens, wave
     assert seen["alone"] == [0]

@@ -85,9 +85,8 @@ def test_a_killed_daemons_blocks_are_hits_of_the_next_one_and_nobody_is_told_twi
     assert session.pool_id == pool_id
     settled(rig)
     assert rig.status()["pool"]["kept"] == {"state": "yes"}
-    resets = (
-        rig.router.counts["resets"] - before
-    )  # a heartbeat that was lost in the kill makes it ask for all
+    # A heartbeat that was lost in the kill makes the router ask for all: no second telling, but 20 more.
+    resets = rig.router.counts["resets"] - before
     assert len(rig.router.events) == heard + 20 * resets
     assert rig.tier("cpu")["counters"]["restored"] == 20
 

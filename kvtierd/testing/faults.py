@@ -1,12 +1,15 @@
-"""A backend wrapper that holds, fails or breaks calls on request; it never sleeps."""
+"""A backend wrapper that holds, fails or breaks calls on request, and a death in a write; it never sleeps."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from kvtierd.core.model import Block, BlockId, Layout
 from kvtierd.core.stimuli import FoundBlock, Outcome, Status
@@ -226,3 +229,18 @@ def _merge(
             assert real is not None
             merged.append(real)
     return merged
+
+
+def die_in(call: Literal["pwrite", "pwritev"], number: int, part: int) -> None:
+    """Have this process killed in its ``number``-th such call, with ``part`` bytes of it written."""
+    real, write, calls = getattr(os, call), os.pwrite, itertools.count(1)
+
+    def die(fd: int, data: Any, offset: int, *flags: int) -> int:
+        if next(calls) < number:
+            moved: int = real(fd, data, offset, *flags)
+            return moved
+        write(fd, (b"".join(data) if call == "pwritev" else data)[:part], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    setattr(os, call, die)

@@ -36,8 +36,8 @@ def slots_of(slot_bytes: int) -> int:
 class Segment:
     """One segment file. ``used`` counts slots that are taken, ``begun`` those that were ever written.
 
-    ``spare`` and ``free`` are those of the begun slots that nothing is in. ``busy``: how many calls write
-    into it. ``written``: offsets and lengths whose write-back was begun; the page cache may drop them soon.
+    ``spare`` and ``free`` are those of the begun slots that nothing is in. ``busy``: a call writes into it.
+    ``written``: offsets and lengths whose write-back was begun; the page cache may drop them soon.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Segment:
     exists: bool
     used: int = 0
     begun: int = 0
-    busy: int = 0
+    busy: bool = False
     lost: bool = False
     spare: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
@@ -176,7 +176,7 @@ class SlotMap:
                 segment = giving.idle() or self._add(
                     namespace, slot_bytes, fs_tree.segment_name(slot_bytes), exists=False
                 )
-                segment.busy += 1
+                segment.busy = True
                 taken += [(segment, slot) for slot in self._take(segment, count - len(taken))]
                 giving.sort(segment)
             return taken
@@ -195,7 +195,7 @@ class SlotMap:
         """End what :meth:`take` began: their segments may be written into by others."""
         with self._lock:
             for segment in {segment for segment, _ in places}:
-                segment.busy -= 1
+                segment.busy = False
 
     def _at(self, place: int) -> Place:
         return self._segments[place >> _SHIFT], place & _MASK

@@ -364,24 +364,16 @@ def test_a_writer_killed_between_the_parts_of_a_block_leaves_none(backend, root,
     backend.delete([block(1).id])
     backend.close()
     program = """
-        import os, signal, sys
+        import sys
         from kvtierd.edges.backends.fs import FsBackend
         from kvtierd.testing.backend_kit import block, payload, scanned, write
+        from kvtierd.testing.faults import die_in
         backend = FsBackend("disk", sys.argv[1])
         backend.open()
         scanned(backend)
         write(backend, block(3), payload(3))
         backend.delete([block(3).id])
-        call, number, part = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-        real, calls = getattr(os, call), []
-        def die(fd, data, offset, *flags):
-            calls.append(offset)
-            if len(calls) < number:
-                return real(fd, data, offset, *flags)
-            write_part = os.pwrite if call == "pwritev" else real
-            write_part(fd, (b"".join(data) if call == "pwritev" else data)[:part], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
-        setattr(os, call, die)
+        die_in(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
         write(backend, block(4), payload(4))
     """
     arguments = [sys.executable, "-c", textwrap.dedent(program), root, call, str(number), str(part)]

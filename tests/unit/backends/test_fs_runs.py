@@ -214,22 +214,14 @@ def test_a_segment_that_somebody_removes_costs_a_write_nothing(stored):
 def test_a_writer_killed_in_a_run_leaves_whole_blocks_only(root, call, number, part, left):
     """L65."""
     program = """
-        import os, signal, sys
+        import sys
         from kvtierd.edges.backends.base import Transfer
         from kvtierd.edges.backends.fs import FsBackend
         from kvtierd.testing.backend_kit import block, payload
+        from kvtierd.testing.faults import die_in
         backend = FsBackend("disk", sys.argv[1], io="buffered")
         backend.open()
-        call, number, part = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-        real, calls = getattr(os, call), []
-        def die(fd, data, offset, *flags):
-            calls.append(offset)
-            if len(calls) < number:
-                return real(fd, data, offset, *flags)
-            os.pwrite = vars(os)["pwrite"] if call == "pwritev" else real
-            os.pwrite(fd, (b"".join(data) if call == "pwritev" else data)[:part], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
-        setattr(os, call, die)
+        die_in(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
         content = [memoryview(payload(n, 4096) * 2) for n in range(12)]
         backend.write([Transfer(block(n, size=8192), data) for n, data in enumerate(content)])
     """
@@ -322,7 +314,8 @@ class SlotMapModel(RuleBasedStateMachine):
             every = sorted([*own, *segment.spare, *segment.free])
             assert every == list(range(segment.begun))
             assert segment.used == len(own)
-            assert segment.busy == sum(any(owner is segment for owner, _ in call) for call in self.writing)
+            writers = [call for call in self.writing if any(owner is segment for owner, _ in call)]
+            assert len(writers) == segment.busy
         assert self.map.spare_bytes == self.SLOT * sum(len(segment.spare) for segment in segments)
         assert self.map.spare_bytes <= self.map.spare_limit
 

@@ -200,6 +200,16 @@ class Common(msgspec.Struct, frozen=True, gc=False):
     spec_kind: str | None = None
     sliding_window: int | None = None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it can be of many blocks, and can be hashed."""
+        return _of_many(self.extra_keys)
+
+
+def _of_many(extra_keys: tuple[tuple[object, ...] | None, ...] | None) -> bool:
+    """Whether many blocks can have these extra keys: others are of one block alone, and may have no hash."""
+    return not extra_keys or not any(extra_keys)
+
 
 _shared = functools.lru_cache(maxsize=4096)(Common)
 _encode = msgspec.msgpack.Encoder().encode
@@ -246,8 +256,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         if meta is None:
             return cls(_shared(namespace, payload_bytes, dp_rank), key, event_hash(key))
         extra, hashes, tokens = meta.extra_keys, meta.hashes, meta.token_ids
-        # Other extra keys are of one block alone, and may hold what has no hash.
-        make = _shared if extra is None or not any(extra) else Common
+        make = _shared if extra is None or _of_many(extra) else Common
         common = make(
             namespace,
             payload_bytes,

@@ -132,7 +132,7 @@ def encode_batch(ts: float, events: Sequence[WireEvent], rank: int, form: Form =
     """Return a batch's bytes. In array form (the layout of vLLM 0.23) locality is not sent."""
     if form is Form.MAP:
         return _encoder.encode((float(ts), events, rank))
-    return _encoder.encode((float(ts), [_as_array(event) for event in events], rank))
+    return _encoder.encode((float(ts), [as_array(event) for event in events], rank))
 
 
 def decode_batch(payload: bytes) -> EventBatch:
@@ -298,7 +298,8 @@ def _part(values: tuple[T, ...], index: int, size: int, count: int) -> tuple[T, 
     return values if count == 1 else values[index * size : (index + 1) * size]
 
 
-def _as_array(event: WireEvent) -> tuple[Any, ...]:
+def as_array(event: WireEvent) -> tuple[Any, ...]:
+    """Return an event as vLLM <= 0.23 lays it out."""
     if isinstance(event, BlockStored):
         return ("BlockStored", *_stored_fields(event))
     if isinstance(event, BlockRemoved):

@@ -19,9 +19,10 @@ goes; so reading all files in order is right at any moment.
 from __future__ import annotations
 
 import enum
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -39,6 +40,7 @@ from kvtierd.core.model import (
 from kvtierd.wire.announced import History, TierLabel
 from kvtierd.wire.described import packed_meta
 from kvtierd.wire.frames import UNDECODABLE, Torn, Unreadable, bodies, checked, read_magic
+from kvtierd.wire.templates import HASH, KEY, PARENT, TOKENS, Template, array_head, cut, in_a_row
 
 MAGIC = b"kvtierd announced 1\n"
 _MAGIC_STEM = b"kvtierd announced "
@@ -88,6 +90,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 _STORED, _REMOVED, _KEPT = int(Kind.STORED), int(Kind.REMOVED), int(Kind.KEPT)
 _REMOVAL = EventKind.REMOVED
+_PLAIN, _NAMING = array_head(2), array_head(4)
+_Raw = msgspec.Raw
 _new = tuple.__new__
 _encode = msgspec.msgpack.Encoder().encode
 _records = msgspec.msgpack.Decoder(Record)
@@ -113,52 +117,75 @@ class RecordWriter:
         medium: Medium | None = None
         locality: Locality | None = None
         common: Common | None = None
-        tier, space, size, rank, entries = 0, 0, 0, 0, list[tuple[object, ...]]()
+        kind: EventKind | None = None
+        tier, space, row = 0, 0, list[Any]()
+        templates: tuple[Template, Template] | None = None
         for event in events:
-            # The same for many in a row, and the same objects: to look for these costs half.
-            if event.tier is not name or event.medium is not medium or event.locality is not locality:
-                name, medium, locality = event.tier, event.medium, event.locality
-                tier = self._tier(TierLabel(name, medium, locality))
             block = event.block
-            if common is not block.common:
-                common = block.common
-                space, size, rank = self._space(common.namespace), common.payload_bytes, common.dp_rank
-            kind = _REMOVED if event.kind is _REMOVAL else _STORED
-            entries.append((kind, tier, space, block.key, size, rank, packed_meta(block)))
-        return self._record(at, entries, known)
+            # The same for many in a row, and the same objects: to look for these costs half.
+            if (
+                event.tier is not name
+                or block.common is not common
+                or event.kind is not kind
+                or event.medium is not medium
+                or event.locality is not locality
+            ):
+                name, medium, locality, kind = event.tier, event.medium, event.locality, event.kind
+                tier = self._tier(TierLabel(name, medium, locality))
+                if block.common is not common:
+                    common = block.common
+                    space = self._space(common.namespace)
+                number = _REMOVED if kind is _REMOVAL else _STORED
+                templates = _templates(number, tier, space, common) if common.is_shared else None
+            if templates is None or not block.tokens or (told_as := block.told_as).__class__ is tuple:
+                row.append(_entry(number, tier, space, block))
+            elif (up := block.parent) is None:
+                start, size, ids, end = templates[0]
+                row += start, block.key, size, told_as, ids, _Raw(block.tokens), end
+            else:
+                start, size, parent, ids, end = templates[1]
+                row += start, block.key, size, told_as, parent, up, ids, _Raw(block.tokens), end
+        return self._record(at, len(events), row, known)
 
     def kept(self, at: float, blocks: Sequence[tuple[TierLabel, Block]]) -> bytes:
         """Return the record of entries taken over from an older generation."""
         known = len(self._tiers), len(self._namespaces)
-        entries: list[tuple[object, ...]] = [
-            (
-                _KEPT,
-                self._tier(label),
-                self._space(block.namespace),
-                block.key,
-                block.payload_bytes,
-                block.dp_rank,
-                packed_meta(block),
-            )
-            for label, block in blocks
+        row = [
+            _entry(_KEPT, self._tier(label), self._space(block.namespace), block) for label, block in blocks
         ]
-        return self._record(at, entries, known)
+        return self._record(at, len(blocks), row, known)
 
     def mark(self, at: float, mark: Mark) -> bytes:
         """Return a record without entries."""
         return checked(_encode((at, (), (), (), int(mark))))
 
-    def _record(self, at: float, entries: list[tuple[object, ...]], known: tuple[int, int]) -> bytes:
+    def _record(self, at: float, count: int, row: list[Any], known: tuple[int, int]) -> bytes:
         tiers, namespaces = list(self._tiers)[known[0] :], list(self._namespaces)[known[1] :]
+        entries = array_head(count)
         if tiers or namespaces:
-            return checked(_encode((at, entries, tiers, namespaces)))
-        return checked(_encode((at, entries)))
+            return checked(in_a_row([_NAMING, at, entries, *row, tiers, namespaces]))
+        return checked(in_a_row([_PLAIN, at, entries, *row]))
 
     def _tier(self, label: TierLabel) -> int:
         return self._tiers.setdefault(label, len(self._tiers))
 
     def _space(self, namespace: str) -> int:
         return self._namespaces.setdefault(namespace, len(self._namespaces))
+
+
+def _entry(kind: int, tier: int, space: int, block: Block) -> tuple[object, ...]:
+    """Return an entry, to be encoded."""
+    common = block.common
+    return kind, tier, space, block.key, common.payload_bytes, common.dp_rank, packed_meta(block)
+
+
+@functools.lru_cache(maxsize=256)
+def _templates(kind: int, tier: int, space: int, common: Common) -> tuple[Template, Template] | None:
+    """Return the templates of entries with tokens: without a parent, and with one."""
+    if not common.described:
+        return None
+    root, child = (Block(common, KEY, HASH, parent, bytes(TOKENS)) for parent in (None, PARENT))
+    return cut(_entry(kind, tier, space, root)), cut(_entry(kind, tier, space, child))
 
 
 def read_header(file: BinaryIO) -> str:

@@ -18,8 +18,8 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from kvtierd.core.model import EventHash
+from kvtierd.wire.batches import encode_changes
 from kvtierd.wire.folded import Folded
-from kvtierd.wire.kvevents import encode_batch, pack
 from kvtierd.wire.projection import EVENT_BYTES, Change, ReaderKey, Run, View, parent_key, root_first
 
 SEQUENCE_BYTES = 8
@@ -230,10 +230,7 @@ class StreamLog:
         )
 
     def _encode(self, ts: float, rank: int, changes: Sequence[Change]) -> bytes:
-        view = self._view
-        alone, tokens = view.one_block, view.tokens
-        events = [change.to_wire(tokens, alone) for change in changes if change.told]
-        return encode_batch(ts, events if alone else [*pack(events)], rank, view.form)
+        return encode_changes(ts, rank, changes, self._view)
 
     def _trim(self) -> None:
         most, most_bytes = self._limits.ring_batches, self._limits.ring_bytes

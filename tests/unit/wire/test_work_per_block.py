@@ -12,7 +12,7 @@ from kvtierd.wire.records import RecordWriter
 from kvtierd.wire.stream import Limits, StreamLog, split
 
 CPU = TierLabel("cpu", Medium.CPU, None)
-MOST = {EventKind.STORED: 3, EventKind.REMOVED: 7}
+MOST = {EventKind.STORED: 0, EventKind.REMOVED: 7}
 """Python functions entered for each block by all of the stream's own code, sockets left out."""
 
 

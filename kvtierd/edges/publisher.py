@@ -275,7 +275,7 @@ class Publisher:
             self._flushing = None
         held, self._held = self._held, []
         if self._fan is not None and self.plan.coalesce:
-            held.sort(key=lambda change: change.key.rank)  # stable: each rank's in their order
+            held.sort(key=lambda change: change.place.rank)  # stable: each rank's in their order
         self._send_all(held)
 
     def _view_change(self, ranks: Iterable[int]) -> ViewChange | None:
@@ -351,13 +351,13 @@ class Publisher:
             self._extending = self._loop.run_in_executor(None, self._sequence.extend)
 
     def _count(self, told: Sequence[Change]) -> None:
-        media = {change.key[3] for change in told}
-        if len(media) == 1:  # as nearly always; to count pairs costs three times as much
-            medium, gone = media.pop(), sum([change.block is None for change in told])
+        places = {change.key[1] for change in told}
+        if len(places) == 1:  # as nearly always; to count pairs costs three times as much
+            medium, gone = places.pop().medium, sum([change.block is None for change in told])
             self._told[medium, True] += gone
             self._told[medium, False] += len(told) - gone
         else:
-            self._told.update([(change.key[3], change.block is None) for change in told])
+            self._told.update([(change.place.medium, change.block is None) for change in told])
 
     def _sweep_on(self) -> None:
         """Tell one slice of a rank's coming or going; the next one after others had their turn."""

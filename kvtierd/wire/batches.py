@@ -10,6 +10,7 @@ import msgspec
 
 from kvtierd.core.model import Block, Common, block_key
 from kvtierd.wire.kvevents import Form, as_array, encode_batch, pack, stored
+from kvtierd.wire.places import Place
 from kvtierd.wire.projection import Change, View
 from kvtierd.wire.templates import HASH, PARENT, TOKENS, Template, array_head, cut, in_a_row
 
@@ -25,21 +26,15 @@ def encode_changes(ts: float, rank: int, changes: Sequence[Change], view: View) 
         return encode_batch(ts, [*pack(change.to_wire(tokens) for change in told)], rank, form)
     row: list[Any] = [_BATCH, float(ts), array_head(len(told))]
     common: Common | None = None
-    medium = locality = template = None
-    group = 0
+    place: Place | None = None
+    template: Template | None = None
     for change in told:
         block = change.block
         if block is not None and (told_as := block.told_as).__class__ is not tuple:
-            _, _, its_group, its_medium, its_locality = change.key
             # The same for many in a row, and the same objects: to look for these costs half.
-            if (
-                common is not block.common
-                or medium is not its_medium
-                or locality is not its_locality
-                or group != its_group
-            ):
-                common, group, medium, locality = block.common, its_group, its_medium, its_locality
-                template = _template(common, medium, locality, group if change.grouped else None, form)
+            if common is not block.common or place is not change.key[1]:
+                common, place = block.common, change.place
+                template = _template(common, place, change.grouped, form)
             if template is not None:
                 start, parent, ids, end = template
                 words = _Raw(block.tokens) if tokens and block.tokens else _NO_TOKENS
@@ -51,13 +46,11 @@ def encode_changes(ts: float, rank: int, changes: Sequence[Change], view: View) 
     return in_a_row(row)
 
 
-def _template(
-    common: Common, medium: str, locality: str | None, group: int | None, form: Form
-) -> Template | None:
+def _template(common: Common, place: Place, grouped: bool, form: Form) -> Template | None:
     """Return the template of stores, if they have so much in common that it is worth one."""
     if not (common.described and common.is_shared):
         return None
-    return _made(common, medium, locality, group, form)
+    return _made(common, place.medium, place.locality, place.group if grouped else None, form)
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain, takewhile
 
-from kvtierd.wire.projection import Change, ReaderKey
+from kvtierd.wire.places import ReaderKey
+from kvtierd.wire.projection import Change
 
 Numbered = tuple[int, Change]
 """A change, and the number of the batch that told it."""
@@ -43,7 +44,7 @@ class Folded:
         """Take in stores that are older than all numbers."""
         for change in changes:
             self._known[change.key] = change
-            self.ranks.add(change.key.rank)
+            self.ranks.add(change.place.rank)
 
     def fold(self, sequence: int, ts: float, rank: int, changes: Sequence[Change]) -> None:
         """Take in the batch that follows those already folded.
@@ -69,7 +70,7 @@ class Folded:
             into[key] = sequence, change
             if len(into) == before:  # it was there, such as a store that is told once more: to the end
                 into[key] = into.pop(key)
-        self.ranks.update({change.key[0] for change in changes})
+        self.ranks.update([place.rank for place in {change.key[1] for change in changes}])
         while len(gone) > self._max_tombstones:
             self.floor = gone.pop(next(iter(gone)))[0]
             self.forgotten += 1

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvtierd.core.model import EventHash
-from kvtierd.wire.projection import EVERY_RANK, Change, ReaderKey, parent_key
+from kvtierd.wire.places import EVERY_RANK, ReaderKey
+from kvtierd.wire.projection import Change, parent_key
 
-Place = tuple[int, EventHash, int]
+Anywhere = tuple[int, EventHash, int]
 """A block wherever it is: dp rank, event hash, group."""
 
 
@@ -28,7 +29,7 @@ class Orphans:
         self._announced = announced
         self._removals = removals
         self._lost: set[ReaderKey] = set()
-        self._waiting: dict[Place, dict[ReaderKey, None]] = {}
+        self._waiting: dict[Anywhere, dict[ReaderKey, None]] = {}
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -44,7 +45,8 @@ class Orphans:
         found = [change.key]
         while found:
             key = found.pop()
-            for child in self._waiting.pop((key.rank, key.hash, key.group), ()):
+            event_hash, place = key
+            for child in self._waiting.pop((place.rank, event_hash, place.group), ()):
                 self._lost.discard(child)
                 again = self._announced[child]
                 yield again.undone(told=self._removals)
@@ -55,15 +57,15 @@ class Orphans:
         """Note that a store has been taken back."""
         if change.key in self._lost:
             self._lost.discard(change.key)
-            place = self._place(change)
-            siblings = self._waiting[place]
+            parent = self._parent(change)
+            siblings = self._waiting[parent]
             del siblings[change.key]
             if not siblings:
-                del self._waiting[place]
+                del self._waiting[parent]
 
     def missing(self, change: Change) -> None:
         """Note that a reader which just joined was told of a store and not of its parent."""
-        known = self._announced.get(change.key) or self._announced.get(change.key._replace(rank=EVERY_RANK))
+        known = self._announced.get(change.key) or self._announced.get(change.of_rank(EVERY_RANK).key)
         if known is not None and known.key not in self._lost and known.parent is not None:
             parent = parent_key(self._announced, known)
             if parent is None or parent in self._lost:
@@ -71,10 +73,10 @@ class Orphans:
 
     def _lose(self, change: Change) -> None:
         self._lost.add(change.key)
-        self._waiting.setdefault(self._place(change), {})[change.key] = None
+        self._waiting.setdefault(self._parent(change), {})[change.key] = None
 
     @staticmethod
-    def _place(change: Change) -> Place:
+    def _parent(change: Change) -> Anywhere:
         parent = change.parent
         assert parent is not None
-        return change.key.rank, parent, change.key.group
+        return change.place.rank, parent, change.place.group

@@ -36,17 +36,14 @@ from kvtierd.wire.kvevents import (
     removed,
     stored,
 )
+from kvtierd.wire.places import EVERY_RANK, Place, ReaderKey, place_of
 
-EVERY_RANK = -1
-"""The rank in keys that stand for all attached dp ranks."""
 DEVICE = "GPU"
 MEDIA = (DEVICE, *(medium.value for medium in Medium))
 _WIRE_MEDIA = (*MEDIA, "FS", "OBJ")
 EVENT_BYTES = 256
 """Roughly what an event without token ids takes."""
 _STORED = EventKind.STORED
-_new_key = tuple.__new__
-"""Makes a key at half the cost of calling its class, which is Python; there is one for each event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +67,6 @@ class View:
     reannounce: bool = False
 
 
-class ReaderKey(NamedTuple):
-    """What a reader tells residencies apart by. ``locality`` is ``None`` too where the form cannot say it."""
-
-    rank: int
-    hash: EventHash
-    group: int
-    medium: str
-    locality: str | None
-
-
 class Change(msgspec.Struct, frozen=True, gc=False):
     """A reader's key became resident (``block``: whose ``index``-th hash says it) or not (``block`` None).
 
@@ -95,19 +82,25 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
     def to_wire(self, tokens: bool = True, raw: bool = False) -> WireEvent:
         """Return the event that tells it (``raw``: to be encoded as it is, see :func:`stored`)."""
-        _, event_hash, group, medium, locality = self.key
-        carried = group if self.grouped else None
+        event_hash, place = self.key
+        carried = place.group if self.grouped else None
         if self.block is not None:
-            return stored(self.block, self.index, medium, locality, carried, tokens, raw)
-        return removed(event_hash, carried, medium, locality)
+            return stored(self.block, self.index, place.medium, place.locality, carried, tokens, raw)
+        return removed(event_hash, carried, place.medium, place.locality)
 
     def of_rank(self, rank: int) -> Change:
         """Return the same change of another dp rank."""
-        return Change(self.key._replace(rank=rank), self.block, self.index, self.grouped, self.told)
+        event_hash, place = self.key
+        return Change((event_hash, place.of_rank(rank)), self.block, self.index, self.grouped, self.told)
 
     def undone(self, *, told: bool = True) -> Change:
         """Return the removal that takes this store back."""
         return Change(self.key, None, grouped=self.grouped, told=told)
+
+    @property
+    def place(self) -> Place:
+        """Where it came or went."""
+        return self.key[1]
 
     @property
     def parent(self) -> EventHash | None:
@@ -174,34 +167,35 @@ class Projection:
 
     def apply(self, events: Sequence[TierEvent]) -> list[Change]:
         """Count the events and return the changes to announce, in the same order."""
-        view, announced, changes = self.view, self.announced, list[Change]()
-        plain = self.watcher is None
+        announced, changes = self.announced, list[Change]()
+        plain, removals = self.watcher is None, self.view.removals
         tier: str | None = None
         where: Medium | None = None
         how: Locality | None = None
         common: Common | None = None
         tail = b""
-        medium, locality, wanted = "", None, True
-        rank = group = 0
+        place: Place | None = None
         grouped = True
         for event in events:
             block = event.block
             # The same for many in a row, and the same objects: to look for these costs half.
-            if event.tier is not tier or event.medium is not where or event.locality is not how:
+            if (
+                event.tier is not tier
+                or common is not block.common
+                or tail != block.key[-GROUP_BYTES:]
+                or event.medium is not where
+                or event.locality is not how
+            ):
                 tier, where, how = event.tier, event.medium, event.locality
-                medium, locality, wanted = self._words(event)
-            if common is not block.common or tail != block.key[-GROUP_BYTES:]:  # these too
                 common, tail = block.common, block.key[-GROUP_BYTES:]
-                rank = EVERY_RANK if view.each_rank else common.dp_rank
-                group, grouped = group_of(block.key), has_group(block)
-            if not wanted or (view.rank is not None and not view.each_rank and rank != view.rank):
+                place, grouped = self._place(event), has_group(block)
+            if place is None:
                 continue
             told_as = block.told_as
             if isinstance(told_as, tuple):
-                keys = [_new_key(ReaderKey, (rank, each, group, medium, locality)) for each in told_as]
-                self._several(event, keys, grouped, changes)
+                self._several(event, [(each, place) for each in block.hashes], grouped, changes)
                 continue
-            key = _new_key(ReaderKey, (rank, told_as, group, medium, locality))
+            key = told_as, place
             if event.kind is _STORED:
                 change = Change(key, block, 0, grouped)
                 if plain and announced.setdefault(key, change) is change:
@@ -209,7 +203,7 @@ class Projection:
                 else:
                     self._stored(key, change, changes)
             elif key in announced:
-                self._removed(key, changes, told=view.removals)
+                self._removed(key, changes, told=removals)
             else:
                 self.unmatched += 1
         return changes
@@ -226,14 +220,16 @@ class Projection:
             else:
                 self.unmatched += 1
 
-    def _words(self, event: TierEvent) -> tuple[str, str | None, bool]:
-        """Return what readers call an event's medium and locality, and whether they want to hear of it."""
-        view, locality = self.view, event.locality
-        return (
-            self._names.get(event.tier) or event.medium.value,
-            locality.value if self._locality and locality is not None else None,
-            view.media is None or event.medium.value in view.media,
-        )
+    def _place(self, event: TierEvent) -> Place | None:
+        """Return where an event's block is to readers, ``None`` if they do not want to hear of it."""
+        view, block, medium, locality = self.view, event.block, event.medium.value, event.locality
+        rank = EVERY_RANK if view.each_rank else block.common.dp_rank
+        if view.media is not None and medium not in view.media:
+            return None
+        if view.rank is not None and rank not in (view.rank, EVERY_RANK):
+            return None
+        said = locality.value if self._locality and locality is not None else None
+        return place_of(rank, group_of(block.key), self._names.get(event.tier) or medium, said)
 
     def inject(self, rank: int, events: Sequence[WireEvent]) -> list[Change]:
         """Take another publisher's events of one dp rank; return the changes to announce."""
@@ -242,17 +238,15 @@ class Projection:
             return changes
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                mine = [key for key in self._foreign if key.rank == rank]
+                mine = [key for key in self._foreign if key[1].rank == rank]
                 for key in _leaf_first(self.announced, mine):
                     self._left(key, changes)
                 continue
             medium = (event.medium or DEVICE).upper()
             if self.view.media is not None and medium not in self.view.media:
                 continue
-            keys = [
-                ReaderKey(rank, h, event.group_idx or 0, medium, event.locality if self._locality else None)
-                for h in event.block_hashes
-            ]
+            place = place_of(rank, event.group_idx or 0, medium, event.locality if self._locality else None)
+            keys = [(event_hash, place) for event_hash in event.block_hashes]
             if isinstance(event, BlockStored):
                 self._came(keys, event, rank, changes)
             elif isinstance(event, BlockRemoved):
@@ -302,12 +296,13 @@ class Projection:
 
 def runs_of(changes: Sequence[Change]) -> list[Run]:
     """Cut changes where the dp rank changes; the order stays."""
-    if len({change.key[0] for change in changes}) == 1:
-        return [Run(changes[0].key[0], [*changes])]
+    if len({change.key[1] for change in changes}) == 1:
+        return [Run(changes[0].place.rank, [*changes])]
     runs: list[Run] = []
     for change in changes:
-        if not runs or runs[-1].rank != change.key.rank:
-            runs.append(Run(change.key.rank, []))
+        rank = change.place.rank
+        if not runs or runs[-1].rank != rank:
+            runs.append(Run(rank, []))
         runs[-1].changes.append(change)
     return runs
 
@@ -348,12 +343,13 @@ def parent_key(changes: Mapping[ReaderKey, Change], change: Change) -> ReaderKey
     parent = change.parent
     if parent is None:
         return None
-    near = change.key._replace(hash=parent)
+    place = change.place
+    near = parent, place
     if near in changes:
         return near
-    for medium in dict.fromkeys((change.key.medium, *_WIRE_MEDIA)):
+    for medium in dict.fromkeys((place.medium, *_WIRE_MEDIA)):
         for locality in (None, *(locality.value for locality in Locality)):
-            key = near._replace(medium=medium, locality=locality)
-            if key in changes:
-                return key
+            other = parent, place_of(place.rank, place.group, medium, locality)
+            if other in changes:
+                return other
     return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvtierd.wire.projection import EVERY_RANK, Change, ReaderKey, unknown_ancestry
+from kvtierd.wire.places import EVERY_RANK, ReaderKey
+from kvtierd.wire.projection import Change, unknown_ancestry
 
 
 class Fan:
@@ -29,8 +30,9 @@ class Fan:
         """Return the changes rank by rank, each rank's in their order; those of a real rank come along."""
         by_rank: dict[int, list[Change]] = {rank: [] for rank in sorted(self.ranks)}
         for change in changes:
-            if change.key.rank != EVERY_RANK:
-                by_rank.setdefault(change.key.rank, []).append(change)
+            rank = change.place.rank
+            if rank != EVERY_RANK:
+                by_rank.setdefault(rank, []).append(change)
                 continue
             for rank in self.ranks:
                 by_rank[rank].append(change.of_rank(rank))
@@ -58,7 +60,7 @@ class Fan:
     def _join(self, rank: int) -> Iterator[list[Change]]:
         known: set[ReaderKey] = set()
         self._joining = (rank, known)
-        for key in [key for key in self._announced if key.rank == EVERY_RANK]:
+        for key in [key for key in self._announced if key[1].rank == EVERY_RANK]:
             if key in self._announced and key not in known:
                 yield [change.of_rank(rank) for change in unknown_ancestry(self._announced, key, known)]
         self._joining = None
@@ -66,7 +68,7 @@ class Fan:
 
     def _leave(self, rank: int) -> Iterator[list[Change]]:
         self.ranks.discard(rank)
-        shared = [change for key, change in self._announced.items() if key.rank == EVERY_RANK]
+        shared = [change for key, change in self._announced.items() if key[1].rank == EVERY_RANK]
         for change in reversed(shared):  # the order of stores is root first, but for a parent stored again
             yield [change.undone().of_rank(rank)]
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from kvtierd.core.model import EventHash
 from kvtierd.wire.batches import encode_changes
 from kvtierd.wire.folded import Folded
-from kvtierd.wire.projection import EVENT_BYTES, Change, ReaderKey, Run, View, parent_key, root_first
+from kvtierd.wire.places import ReaderKey
+from kvtierd.wire.projection import EVENT_BYTES, Change, Run, View, parent_key, root_first
 
 SEQUENCE_BYTES = 8
 MAX_SEQUENCE = (1 << 63) - 1
@@ -207,11 +208,11 @@ class StreamLog:
                 "sequence": entry.sequence,
                 "time": entry.ts,
                 "kind": "removed" if change.block is None else "stored",
-                "medium": change.key.medium,
-                "locality": change.key.locality,
-                "rank": change.key.rank,
-                "group": change.key.group,
-                "hash": _hex(change.key.hash),
+                "medium": change.place.medium,
+                "locality": change.place.locality,
+                "rank": change.place.rank,
+                "group": change.place.group,
+                "hash": _hex(change.key[0]),
             }
             for entry, change in islice(told, limit)
         ]
@@ -299,7 +300,7 @@ def _pack(changes: Iterator[Change], count: int, numbers: int, ranks: int, limit
     sizes: dict[int, int] = {}
     used = 0
     for change in changes:
-        rank = change.key.rank
+        rank = change.place.rank
         part = parts.setdefault(rank, [])
         size = sizes.get(rank, 0) + change.size
         if part and (len(part) >= most or size > most_bytes) and used + ranks < numbers:

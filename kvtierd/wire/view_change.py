@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtierd.core.model import TierEvent
 from kvtierd.wire.kvevents import WireEvent
-from kvtierd.wire.projection import EVERY_RANK, Change, Projection, ReaderKey, View, root_first
+from kvtierd.wire.places import EVERY_RANK, ReaderKey
+from kvtierd.wire.projection import Change, Projection, View, root_first
 
 
 def needs_new_start(old: View, new: View) -> bool:
@@ -66,7 +67,7 @@ def _spread(
     """Yield each reader's key; those of every rank become one for each rank that the view has."""
     mine = [rank for rank in ranks if view.rank in (None, rank)]
     for key, change in announced.items():
-        if key.rank != EVERY_RANK:
+        if key[1].rank != EVERY_RANK:
             yield key, change
             continue
         for rank in mine:

@@ -15,6 +15,7 @@ from kvtierd.core.model import (
     block_key,
 )
 from kvtierd.wire.kvevents import Form
+from kvtierd.wire.places import place_of
 from kvtierd.wire.projection import Projection, View, runs_of
 
 BASE = 0xF100000000000000
@@ -46,7 +47,7 @@ def removed(what, tier="cpu", medium=Medium.CPU, locality=None):
 def said(projection, *events):
     """What the reader hears: +n or -n for hash number n."""
     heard = projection.apply(events)
-    return [(change.key.hash - BASE) * (1 if change.block else -1) for change in heard]
+    return [(change.key[0] - BASE) * (1 if change.block else -1) for change in heard]
 
 
 def test_two_tiers_under_one_key_are_one_residency():
@@ -65,7 +66,7 @@ def test_medium_and_locality_are_part_of_the_key(locality):
     on_disk = {"tier": "fs", "medium": Medium.STORAGE, "locality": locality}
     assert said(projection, stored(block(1)), stored(block(1), **on_disk)) == [1, 1]
     (change,) = projection.apply([removed(block(1))])
-    assert (change.key.medium, change.key.locality) == (Medium.CPU, None)
+    assert (change.place.medium, change.place.locality) == (Medium.CPU, None)
     (change,) = projection.apply([removed(block(1), **on_disk)])
     assert change.to_wire().locality == locality.value
 
@@ -100,7 +101,7 @@ def test_equal_keys_of_two_namespaces_are_one_to_a_reader_and_two_dp_ranks_are_n
 def test_runs_keep_the_drain_order_and_never_mix_ranks():
     projection = Projection()
     runs = runs_of(projection.apply([stored(block(n, rank=n // 2 % 2)) for n in range(1, 7)]))
-    assert [(run.rank, [c.key.hash - BASE for c in run.changes]) for run in runs] == [
+    assert [(run.rank, [c.key[0] - BASE for c in run.changes]) for run in runs] == [
         (0, [1]),
         (1, [2, 3]),
         (0, [4, 5]),
@@ -154,3 +155,31 @@ def test_a_cycle_of_parents_does_not_hang_the_snapshot():
     projection = Projection()
     projection.apply([stored(block(1, parent=2)), stored(block(2, parent=1))])
     assert len(list(projection.resident())) == 2
+
+
+OTHER_WORDS = (
+    (8, 3, "NOWHERE", "LOCAL"),
+    (7, 4, "NOWHERE", "LOCAL"),
+    (7, 3, "", "LOCAL"),
+    (7, 3, "NOWHERE", None),
+    (7, 3, "NOWHERE", "None"),
+)
+
+
+def test_places_are_equal_where_all_their_words_are():
+    words = (7, 3, "NOWHERE", "LOCAL")
+    place = place_of(*words)
+    place_of.cache_clear()
+    again = place_of(*words)
+    assert again is not place
+    assert (again, hash(again)) == (place, hash(place))
+    others = [
+        (8, 3, "NOWHERE", "LOCAL"),
+        (7, 4, "NOWHERE", "LOCAL"),
+        (7, 3, "", "LOCAL"),
+        (7, 3, "NOWHERE", None),
+    ]
+    assert {place, *(place_of(*other) for other in others)} == {place_of(*w) for w in [words, *others]}
+    assert len({place, *(place_of(*other) for other in others)}) == 5
+    assert place_of(7, 3, "NOWHERE', 'LOCAL", None) != place_of(7, 3, "NOWHERE", "LOCAL', None")
+    assert place.of_rank(8) == place_of(8, 3, "NOWHERE", "LOCAL")

@@ -200,7 +200,8 @@ def test_what_is_told_leaves_a_reader_with_what_is_known():
     for name in GOLDEN:
         rank, events = golden(name, cache)
         projection.inject(rank, events)
-    assert {key[1:4] for key in projection.announced} == {key[1:4] for key in cache.known}
+    announced = {(event_hash, place.group, place.medium) for event_hash, place in projection.announced}
+    assert announced == {(key.hash, key.group, key.medium) for key in cache.known}
     for rank, events in cache.forget():
         projection.inject(rank, events)
     assert not projection.announced

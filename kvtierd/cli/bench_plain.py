@@ -13,7 +13,6 @@ from kvtierd.config.schema import FsTier
 from kvtierd.edges.backends import fs_io
 from kvtierd.edges.backends.fs_format import aligned
 from kvtierd.edges.backends.fs_io import Io
-from kvtierd.edges.backends.fs_packed import PACK_BELOW
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_CLOEXEC
@@ -36,7 +35,7 @@ class PlainFiles:
         self._folder = folder
         self._io = _probed(tier, folder)
         self._round = 0
-        self._packed = arena.block_bytes < PACK_BELOW
+        self._packed = arena.block_bytes < tier.pack_below
         self._whole = aligned(arena.block_bytes)
 
     @property

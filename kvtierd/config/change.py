@@ -57,6 +57,7 @@ RESTART: Final[Mapping[str, str]] = {
     "tiers.*.options": _OPENED,
     "tiers.*.io": _OPENED,
     "tiers.*.fsync": _OPENED,
+    "tiers.*.pack_below": _OPENED,
     "tiers.*.shared": _OPENED,
     "tiers.*.readers": _OPENED,
     "tiers.*.writers": _OPENED,

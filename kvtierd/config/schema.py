@@ -132,6 +132,7 @@ class FsTier(_StorageTier):
 
     ``min_free``: bytes that the filesystem must keep free for others. ``io``: how bytes move; ``auto`` serves
     what the page cache holds from there and the rest directly. ``fsync: data`` survives a power cut.
+    ``pack_below``: smaller blocks share segment files, if no other daemon shares the path; ``1B``: none do.
     """
 
     type: Literal["fs"] = "fs"
@@ -140,6 +141,7 @@ class FsTier(_StorageTier):
     min_free: Size | None = None
     io: Literal["auto", "direct", "buffered"] = "auto"
     fsync: Literal["none", "data"] = "none"
+    pack_below: Size = 16 << 20
 
 
 class Credentials(Section):

@@ -59,6 +59,12 @@ def loose(count: int, prefix: str = "b") -> list[WorkBlock]:
     return [chain(1, f"{prefix}{number}")[0] for number in range(count)]
 
 
+def _have_big_blocks_in_files(body: dict[str, Any]) -> None:
+    for tier in body["tiers"]:
+        if tier["type"] == "fs":
+            tier.setdefault("pack_below", f"{BIG_BLOCK}B")
+
+
 def keys_of(blocks: Sequence[WorkBlock]) -> list[BlockKey]:
     """Return the keys of blocks."""
     return [block.key for block in blocks]
@@ -66,7 +72,8 @@ def keys_of(blocks: Sequence[WorkBlock]) -> list[BlockKey]:
 
 def fs_tier(folder: Path, name: str = "disk", **options: Any) -> dict[str, Any]:
     """Return a tier file's entry of an FS tier below ``folder``."""
-    return {"name": name, "type": "fs", "path": str(folder / name), "max_bytes": "unlimited", **options}
+    tier = {"name": name, "type": "fs", "path": str(folder / name), "max_bytes": "unlimited"}
+    return {**tier, "pack_below": f"{BIG_BLOCK}B", **options}
 
 
 def store(
@@ -163,6 +170,7 @@ class DaemonRig:
             python=python,
         )
         self.edit(lambda body: body["events"].update(heartbeat=heartbeat))
+        self.edit(_have_big_blocks_in_files)
         self.client = Client(self.daemon.socket, deadline=10.0)
         self.router = Router()
         self.layouts: set[Layout] = set()

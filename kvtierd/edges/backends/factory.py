@@ -28,6 +28,7 @@ def make_backend(tier: StorageTier) -> Backend:
             tier.path,
             io=tier.io,
             fsync=tier.fsync,
+            pack_below=tier.pack_below,
             shared=tier.shared,
             min_free=tier.min_free,
             lock_wait=0.0,  # whoever opens it tries again

@@ -317,6 +317,7 @@ class FsBackend:
             placed[i] = self._packed.put(files, transfer)
             return Outcome(block.id, Status.OK, fs_format.stored_bytes(block))
         size = self._files.write(files.folders, transfer, spare=self.shared)
+        self._packed.delete(files, block.id, corrupt=False)  # an earlier run packed blocks of its size
         return Outcome(block.id, Status.OK, size)
 
     def _publish(self, files: SegmentFiles, outcome: Outcome, place: Place) -> Outcome:

@@ -69,10 +69,15 @@ def punch(fd: int, offset: int, length: int) -> None:
 
 def cached_pages(fd: int, offset: int, length: int) -> int | None:
     """Return how many pages of a range are in the page cache, None where the kernel does not tell."""
+    told = _cachestat(fd, offset, length)
+    return None if told is None else int(told.cached)
+
+
+def _cachestat(fd: int, offset: int, length: int) -> _Cached | None:
     asked, told = _Range(offset, length), _Cached()
     call = _held.syscall if length <= _SHORT else _libc.syscall
     result = call(_SYS_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(told), 0)
-    return int(told.cached) if result == 0 else None
+    return told if result == 0 else None
 
 
 class File:
@@ -216,7 +221,7 @@ class Io:
         through = self.dontcache and not whole_pages and total >= _BEHIND
         _move_all(_write_through if through else os.pwritev, file.fd, vector, offset)
         if not through and not whole_pages and total >= _BEHIND:
-            self.behind(file.fd, [(offset, total)])
+            self.behind(file.fd, offset, total)
 
     def _write_direct(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
         last, tail = parts[-1], self._scratch.tail
@@ -227,15 +232,19 @@ class Io:
             parts = [*parts[:-1], last[:-rest], tail]
         _move_all(os.pwritev, fd, parts, offset)
 
-    def behind(self, fd: int, written: Sequence[tuple[int, int]]) -> None:
-        """Start the write-back of ranges (offset, length), and drop what of them is on the disk already.
+    def behind(self, fd: int, offset: int, length: int) -> None:
+        """Start the write-back of a range, and drop what of it is on the disk already.
 
-        One call for many small writes: for each of them it would cost more than the write.
+        To be called once for many small writes: for each of them it would cost more than the write.
         """
         if self.mode == "auto":
-            for offset, length in written:
-                with contextlib.suppress(OSError):
-                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def unwritten(self, fd: int, offset: int, length: int) -> int:
+        """Return how many pages of a range are not on the disk yet; 0 where the kernel does not tell."""
+        told = _cachestat(fd, offset, length) if self.cachestat else None
+        return 0 if told is None else int(told.dirty + told.writing)
 
     def sync(self, fd: int) -> None:
         """Bring a file's data to the disk, if ``fsync: data`` asks for it."""

@@ -37,7 +37,6 @@ class Segment:
     """One segment file. ``used`` counts slots that are taken, ``begun`` those that were ever written.
 
     ``spare`` and ``free`` are those of the begun slots that nothing is in. ``busy``: a call writes into it.
-    ``written``: offsets and lengths whose write-back was begun; the page cache may drop them soon.
     """
 
     number: int
@@ -51,7 +50,6 @@ class Segment:
     lost: bool = False
     spare: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
-    written: list[tuple[int, int]] = field(default_factory=list)
     slots: int = field(init=False)
     first: int = field(init=False)
 

@@ -91,7 +91,7 @@ def test_aligned_memory_comes_back_whatever_its_length(tmp_path, io, fsync, pack
 def test_a_big_file_ends_with_its_payload_also_when_written_directly(tmp_path, calls, pack_below):
     if not direct_works(tmp_path):
         pytest.skip("this filesystem has no direct I/O")
-    backend = open_backend(tmp_path / "root", io="direct")
+    backend = open_backend(tmp_path / "root", io="direct", pack_below=pack_below)
     del calls[:]
     (view,) = pool(payload(1, 600_001))
     backend.write([Transfer(block(1, size=600_001), view)])
@@ -221,7 +221,7 @@ MOUNTED = """
     from kvtierd.testing.backend_kit import block, payload, read, scanned, write
     root = sys.argv[1]
     size = int(sys.argv[2])
-    backend = FsBackend("disk", root)
+    backend = FsBackend("disk", root, pack_below=600_000)
     backend.open()
     number = 0
     while (outcome := write(backend, block(number, size=size), payload(number, size))).status.value == "ok":

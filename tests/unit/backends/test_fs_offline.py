@@ -23,7 +23,7 @@ def impatient(monkeypatch):
 
 @pytest.fixture
 def backend(root):
-    opened = FsBackend("disk", root)
+    opened = FsBackend("disk", root, pack_below=BIG)
     opened.open()
     opened.describe(NAMESPACE, LAYOUT)
     for number in range(3):

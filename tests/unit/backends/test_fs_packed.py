@@ -26,8 +26,8 @@ SLOT = 4096 + 8192
 
 
 @pytest.fixture
-def backend(root):
-    opened = FsBackend("disk", root)
+def backend(root, request):
+    opened = FsBackend("disk", root, pack_below=getattr(request, "param", fs_packed.PACK_BELOW))
     opened.open()
     yield opened
     opened.close()
@@ -59,16 +59,48 @@ def allocated(root: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize("backend", [256 << 10], indirect=True)
 def test_small_blocks_share_a_file_and_big_ones_do_not(backend, root):
     for number in range(20):
         write(backend, block(number), payload(number))
-    big = block(99, size=512 << 10)
-    write(backend, big, payload(99, 512 << 10))
+    big = block(99, size=256 << 10)
+    write(backend, big, payload(99, 256 << 10))
     (segment,) = segments(root)
     assert segment.name.startswith(f"{SLOT}-")
     assert [path.name for path in root.glob("v1/*/??/*")] == [f"{99:064x}.0"]
-    assert read(backend, big) == payload(99, 512 << 10)
+    assert read(backend, big) == payload(99, 256 << 10)
     assert backend.statistics()["packed_blocks"] == 20
+
+
+def test_another_limit_loses_no_block_of_before_and_has_none_twice(root):
+    """Whatever was packed or not by an earlier run is found, written again where it belongs, and deleted."""
+    sizes = {1: 5000, 2: 9000}
+    blocks = {number: block(number, size=size) for number, size in sizes.items()}
+
+    def run(pack_below):
+        opened = FsBackend("disk", root, pack_below=pack_below)
+        opened.open()
+        return opened
+
+    for first, then in ((1, 1 << 20), (1 << 20, 1), (8000, 1), (1, 8000), (8000, 1 << 20)):
+        backend = run(first)
+        for number, one in blocks.items():
+            assert write(backend, one, payload(number, sizes[number])).status is Status.OK
+        backend.close()
+        backend = run(then)
+        assert {found.block.id for found in scanned(backend)} == {one.id for one in blocks.values()}
+        for number, one in blocks.items():
+            assert read(backend, one) == payload(number, sizes[number])
+            assert write(backend, one, payload(number + 10, sizes[number])).status is Status.OK
+            assert read(backend, one) == payload(number + 10, sizes[number])
+        in_files = [path for path in root.glob("v1/*/??/*") if path.is_file()]
+        assert len(in_files) == sum(size >= then for size in sizes.values())
+        assert backend.statistics()["packed_blocks"] == len(sizes) - len(in_files)
+        for one in blocks.values():
+            backend.delete([one.id])
+            assert read(backend, one) is Status.GONE
+        assert not scanned(backend)
+        backend.close()
 
 
 def test_blocks_of_different_sizes_and_namespaces_have_different_segments(backend, root):

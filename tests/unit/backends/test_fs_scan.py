@@ -16,10 +16,13 @@ from kvtierd.edges.backends.fs_scan_pool import FolderReader
 from kvtierd.errors import TierError
 from kvtierd.testing.backend_kit import NAMESPACE, block, payload, read, scanned, write
 
+FILE = 64 << 10
+"""The smallest block that has a file of its own here."""
+
 
 @pytest.fixture
 def backend(root):
-    opened = FsBackend("disk", root)
+    opened = FsBackend("disk", root, pack_below=FILE)
     opened.open()
     yield opened
     opened.close()
@@ -85,8 +88,8 @@ def test_garbage_of_every_kind_is_no_hit_and_stops_nothing(backend, root):
 
 def test_processes_read_what_is_too_much_for_one(backend, root, started, monkeypatch):
     monkeypatch.setattr(fs_scan_pool, "FEW_FILES", 10)
-    blocks = [block(number, size=512 << 10, namespace=f"{number % 2:032x}") for number in range(40)]
-    data = bytes(512 << 10)
+    blocks = [block(number, size=FILE, namespace=f"{number % 2:032x}") for number in range(40)]
+    data = bytes(FILE)
     for one in blocks:
         write(backend, one, data)
     bad = root / "v1" / blocks[39].id.namespace / "27" / f"{39:064x}.0"
@@ -101,7 +104,7 @@ def test_processes_read_what_is_too_much_for_one(backend, root, started, monkeyp
 def test_without_processes_the_scan_reads_all_by_itself(backend, root, monkeypatch, trouble):
     monkeypatch.setattr(fs_scan_pool, "FEW_FILES", 1)
     for number in range(20):
-        write(backend, block(number, size=512 << 10), bytes(512 << 10))
+        write(backend, block(number, size=FILE), bytes(FILE))
 
     def refuses(*args, **kwargs):
         raise OSError(errno.EAGAIN, "no more processes")
@@ -116,7 +119,7 @@ def test_without_processes_the_scan_reads_all_by_itself(backend, root, monkeypat
 def test_a_scan_that_is_broken_off_ends_its_processes(backend, root, started, monkeypatch):
     monkeypatch.setattr(fs_scan_pool, "FEW_FILES", 1)
     for number in range(20):
-        write(backend, block(number, size=512 << 10), bytes(512 << 10))
+        write(backend, block(number, size=FILE), bytes(FILE))
     reading = FolderReader(root, None, 2).read([(NAMESPACE, f"{number:02x}") for number in range(20)])
     for _ in range(3):
         next(reading)

@@ -141,7 +141,7 @@ class FsTier(_StorageTier):
     min_free: Size | None = None
     io: Literal["auto", "direct", "buffered"] = "auto"
     fsync: Literal["none", "data"] = "none"
-    pack_below: Size = 16 << 20
+    pack_below: Size = 32 << 20
 
 
 class Credentials(Section):

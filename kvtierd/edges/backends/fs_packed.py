@@ -22,10 +22,10 @@ from kvtierd.edges.backends.fs_segments import Place, Segment, SlotMap, runs
 from kvtierd.edges.backends.fs_slot_io import EMPTY, READ_BYTES, WRITE_BYTES, SlotIo, neighbours
 from kvtierd.edges.backends.fs_tree import Folders
 
-PACK_BELOW = 16 << 20
-"""A full disk stores blocks of 1 to 8 MiB in slots that are used again two to four times as fast as in files
+PACK_BELOW = 32 << 20
+"""A full disk stores blocks of 1 to 16 MiB in slots that are used again two to four times as fast as in files
 of their own, for which the filesystem gives space back and looks for new."""
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 256 << 20
 
 
 class PackedStore:

@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvtierd.core.model import Block
 from kvtierd.edges.backends import fs_format
 from kvtierd.edges.backends.base import Transfer
 from kvtierd.edges.backends.fs_format import Flaw, FormatError, Header
@@ -100,9 +99,17 @@ class SlotIo:
         region = self._io.region(size * len(transfers))
         headers = [region[i * size : (i + 1) * size] for i in range(len(transfers))]
         parts = [part for pair in zip(headers, transfers, strict=True) for part in (pair[0], pair[1].data)]
-        got = self._io.read(files.open(segment), segment.offset(slot), parts)
+        file, offset = files.open(segment), segment.offset(slot)
+        if len(transfers) == 1:
+            payload = fs_format.Digest()  # made as the bytes come: they may be more than a cache holds
+            got = self._io.read(file, offset, parts, payload.update)
+            expected = _prove(headers[0], transfers[0], got)
+            fs_format.check_digest(payload.digest(), expected)
+            return
+        got = self._io.read(file, offset, parts)
         for header, transfer in zip(headers, transfers, strict=True):
-            _prove(header, transfer.block, transfer.data, got)
+            expected = _prove(header, transfer, got)
+            fs_format.check_digest(fs_format.digest(transfer.data), expected)
             got -= segment.slot_bytes
 
     def note_uses(self, files: SegmentFiles, places: Iterable[Place]) -> None:
@@ -144,15 +151,15 @@ class SlotIo:
         return {slot: times[slot] for slot in written_slots(fd, segment)}
 
 
-def _prove(header: memoryview, block: Block, data: memoryview, got: int) -> None:
-    """Prove a slot of which ``got`` bytes, and maybe those behind it, were read."""
-    size = len(header)
+def _prove(header: memoryview, transfer: Transfer, got: int) -> bytes:
+    """Prove a slot of which ``got`` bytes, and maybe those behind it, were read; return its digest."""
+    size, data = len(header), transfer.data
     if got <= 0 or (header[0] == 0 and header[: len(EMPTY)] == EMPTY):
         raise FileNotFoundError(errno.ENOENT, "the slot is empty")
-    _, expected = fs_format.prove(header[: min(got, size)], block, size + len(data))
+    _, expected = fs_format.prove(header[: min(got, size)], transfer.block, size + len(data))
     if got < size + len(data):
         raise FormatError(Flaw.SHORT)
-    fs_format.check_digest(fs_format.digest(data), expected)
+    return expected
 
 
 def written_slots(fd: int, segment: Segment) -> Iterator[int]:

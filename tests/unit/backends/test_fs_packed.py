@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtierd.config.schema import FsTier
 from kvtierd.core.model import Block, BlockMeta, hash_of
 from kvtierd.core.stimuli import Status
 from kvtierd.edges.backends import fs_io, fs_packed, fs_slot_io
@@ -492,3 +493,7 @@ def test_the_descriptor_count_stays_flat(backend, opened_below, monkeypatch):
             )
             assert write(backend, block(4), payload(4)).status is Status.FAILED
     assert opened_below() == before
+
+
+def test_a_tier_file_packs_what_the_backend_packs_by_itself():
+    assert FsTier.model_fields["pack_below"].default == fs_packed.PACK_BELOW

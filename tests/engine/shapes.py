@@ -234,13 +234,19 @@ def _as(trials, asked, who):
 def _first_and_second(llm, tool, asked, **options):
     """Generate twice from what only the daemon has: (tokens, cached) of the first and of the second time.
 
-    Requests are over before their last blocks are committed, so these are waited for.
+    Requests are over before their last blocks are committed, so these are waited for. An engine takes in what
+    its workers finished when it steps, so it is given something to do: a prompt without a whole block.
     """
+
+    def committed():
+        generate(llm, [{"prompt_token_ids": [1]}], 1)
+        return len(tool.blocks("cpu")) >= whole
+
     whole = len(tool.blocks("cpu")) + different_blocks(asked)
     llm.reset_prefix_cache()
     first = [generate(llm, [prompt], **options) for prompt in asked[:1]]  # alone: nothing of itself to find
     rest = generate(llm, asked, **options)
-    wait_for(lambda: len(tool.blocks("cpu")) >= whole, "the last commits")
+    wait_for(committed, "the last commits")
     llm.reset_prefix_cache()
     return {"first": first[0], "rest": rest, "second": generate(llm, asked, **options)}
 

@@ -304,13 +304,25 @@ class Stage:
     def heals(self) -> None:
         """Every tier is used again; a breaker tries one whose faults have ended when there is work for it."""
 
-        def well() -> bool:
-            with self.rig.attach(engine_id="healer") as session:
-                store(session, chain(2, f"heal{time.monotonic_ns()}"))
-                tiers = self.rig.settle()["tiers"]
-                return all(tier["condition"] in ("ok", "slow") for tier in tiers[1:])
+        ill: list[dict[str, Any]] = []
 
-        wait_for(well, "all tiers to be used again", timeout=40, poll=0.2)
+        def well() -> bool:
+            made = chain(2, f"heal{time.monotonic_ns()}")
+            with self.rig.attach(engine_id="healer") as session:
+                store(session, made)
+                self.rig.settle()
+                for above in ((), ("near",), ("near", "far")):  # reads have a breaker of their own
+                    session.evict(keys_of(made), ["cpu", *above])
+                    self.rig.settle()
+                    load(session, made)
+                tiers = self.rig.settle()["tiers"]
+                ill[:] = [tier for tier in tiers[1:] if tier["condition"] not in ("ok", "slow")]
+                return not ill
+
+        try:
+            wait_for(well, "all tiers to be used again", timeout=40, poll=0.2)
+        except TimeoutError:
+            raise AssertionError(f"not used again: {ill}\n{self.rig.daemon.log_tail(60)}") from None
 
     def _probe(self) -> None:
         """What is stored is hit, from the pool and from below: as on the first day (L50)."""

@@ -256,7 +256,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         if meta is None:
             return cls(_shared(namespace, payload_bytes, dp_rank), key, event_hash(key))
         extra, hashes, tokens = meta.extra_keys, meta.hashes, meta.token_ids
-        make = _shared if extra is None or _of_many(extra) else Common
+        make = _shared if extra is None or _of_many(extra) else Common  # nearly all: without a call
         common = make(
             namespace,
             payload_bytes,

@@ -59,12 +59,6 @@ def loose(count: int, prefix: str = "b") -> list[WorkBlock]:
     return [chain(1, f"{prefix}{number}")[0] for number in range(count)]
 
 
-def _have_big_blocks_in_files(body: dict[str, Any]) -> None:
-    for tier in body["tiers"]:
-        if tier["type"] == "fs":
-            tier.setdefault("pack_below", f"{BIG_BLOCK}B")
-
-
 def keys_of(blocks: Sequence[WorkBlock]) -> list[BlockKey]:
     """Return the keys of blocks."""
     return [block.key for block in blocks]
@@ -72,8 +66,7 @@ def keys_of(blocks: Sequence[WorkBlock]) -> list[BlockKey]:
 
 def fs_tier(folder: Path, name: str = "disk", **options: Any) -> dict[str, Any]:
     """Return a tier file's entry of an FS tier below ``folder``."""
-    tier = {"name": name, "type": "fs", "path": str(folder / name), "max_bytes": "unlimited"}
-    return {**tier, "pack_below": f"{BIG_BLOCK}B", **options}
+    return {"name": name, "type": "fs", "path": str(folder / name), "max_bytes": "unlimited", **options}
 
 
 def store(
@@ -170,16 +163,18 @@ class DaemonRig:
             python=python,
         )
         self.edit(lambda body: body["events"].update(heartbeat=heartbeat))
-        self.edit(_have_big_blocks_in_files)
         self.client = Client(self.daemon.socket, deadline=10.0)
         self.router = Router()
         self.layouts: set[Layout] = set()
         self._counted: dict[str, Counter[str]] = {}
 
     def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
-        """Change the tier file for the next start."""
+        """Change the tier file for the next start; its FS tiers have a file for each block of ``BIG``."""
         body = json.loads(self.daemon.config.read_text())
         change(body)
+        for tier in body["tiers"]:
+            if tier["type"] == "fs":
+                tier.setdefault("pack_below", f"{BIG_BLOCK}B")
         self.daemon.config.write_text(json.dumps(body))
 
     # -- life ---------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Rows of like structs, encoded without making them: most of their bytes are the same in all.
 
 A template is what the encoder makes of one struct with holes, cut at them. Its parts and the values between
-them are then encoded as one array, whose header is left out: every byte is the encoder's own, and an event
-costs a third of what making and encoding its struct does (580 to 205 ns).
+them are then encoded as one array, whose header is left out: every byte is the encoder's own. An event of a
+batch takes 330 ns so, where to make and encode structs took 580.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 ``buffered``: plain calls. ``direct``: ``O_DIRECT`` for whatever is aligned. ``auto``: a read takes the page
 cache where half of the range or more is in it, without adding to it, and goes direct otherwise; a write goes
-through the page cache, which drops it as soon as it is on the disk (``RWF_DONTCACHE``, Linux 6.14; before: an
-advice). What the filesystem refuses is found out once, by :meth:`Io.probe`; whatever is not aligned is moved
-through the page cache.
+through the page cache, which drops it as soon as it is on the disk (``RWF_DONTCACHE``, Linux 6.14; before,
+and for what is packed, an advice: ``fs_behind``). What the filesystem refuses is found out once, by
+:meth:`Io.probe`; whatever is not aligned is moved through the page cache.
 
 Why half: a range that was written a moment ago leaves the cache page by page, and a direct read would have to
 wait until the rest of it is on the disk.

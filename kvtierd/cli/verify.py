@@ -154,7 +154,7 @@ def _printer(tier: str, *, as_json: bool) -> Callable[[Outcome], None]:
     from kvtierd.core.model import group_of, hash_of
 
     def show(outcome: Outcome) -> None:
-        namespace, key = outcome.id
+        namespace, key = outcome.id.namespace, outcome.id.key
         reason, place = _reason(outcome)
         status = outcome.status.value
         if as_json:

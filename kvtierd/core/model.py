@@ -10,7 +10,7 @@ import enum
 import functools
 import hashlib
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple, NewType
+from typing import Annotated, NewType
 
 import msgspec
 from msgspec import Meta
@@ -62,19 +62,19 @@ def group_of(key: BlockKey) -> int:
     return 0 if key.endswith(_GROUP_0) else int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
-_new = tuple.__new__
+class BlockId(msgspec.Struct, frozen=True, order=True, gc=False):
+    """A block's identity in the daemon: equal keys of different namespaces are different blocks.
 
-
-class BlockId(NamedTuple):
-    """A block's identity in the daemon: equal keys of different namespaces are different blocks."""
+    A struct: unlike named tuples they are not walked by the collector, half as big, and made in a third.
+    """
 
     namespace: str
     key: BlockKey
 
 
 def block_ids(namespace: str, keys: Iterable[BlockKey]) -> list[BlockId]:
-    """Return the identities of many keys (half the cost of calling ``BlockId`` for each)."""
-    return [_new(BlockId, (namespace, key)) for key in keys]
+    """Return the identities of many keys."""
+    return [BlockId(namespace, key) for key in keys]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,7 +242,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     @classmethod
     def of(
         cls,
-        block_id: tuple[str, BlockKey],
+        block_id: BlockId,
         payload_bytes: int,
         meta: BlockMeta | None = None,
         dp_rank: int = 0,
@@ -252,7 +252,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
         ``before``: a block that may be its parent; if it is, both refer to one number.
         """
-        namespace, key = block_id
+        namespace, key = block_id.namespace, block_id.key
         if meta is None:
             return cls(_shared(namespace, payload_bytes, dp_rank), key, event_hash(key))
         extra, hashes, tokens = meta.extra_keys, meta.hashes, meta.token_ids
@@ -278,7 +278,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     @property
     def id(self) -> BlockId:
         """Its identity, made anew each time: to be had once, and where ``key`` alone does not do."""
-        return _new(BlockId, (self.common.namespace, self.key))
+        return BlockId(self.common.namespace, self.key)
 
     @property
     def namespace(self) -> str:

@@ -167,12 +167,12 @@ class ResidentSet(Generic[N]):
 
     def get(self, block_id: BlockId) -> N | None:
         """Return the block's node in any state."""
-        family = self._families.get(block_id[0])
-        return None if family is None else family.nodes.get(block_id[1])
+        family = self._families.get(block_id.namespace)
+        return None if family is None else family.nodes.get(block_id.key)
 
     def known(self, block_id: BlockId) -> N:
         """Return the node of a block that is in the set."""
-        return self._families[block_id[0]].nodes[block_id[1]]
+        return self._families[block_id.namespace].nodes[block_id.key]
 
     def resident(self, block_id: BlockId) -> N | None:
         """Return the block's node if it is visible."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvtierd.core.cascade import Cascade
 from kvtierd.core.custody import Custody
 from kvtierd.core.effects import Committed, Done, ErrorCode, Prepared, Refused, Skipped
-from kvtierd.core.model import Block, BlockKey, BlockMeta, SkipReason, State, group_of
+from kvtierd.core.model import Block, BlockId, BlockKey, BlockMeta, SkipReason, State, group_of
 from kvtierd.core.residency import Link, PoolNode, links_of
 from kvtierd.core.scope import select
 from kvtierd.core.sessions import Job, Session, Sessions
@@ -52,7 +52,7 @@ class Stores:
                 block = there.block
                 continue
             size = only or sizes[group_of(key)]
-            block = Block.of((namespace, key), size, meta, session.dp_rank, block)
+            block = Block.of(BlockId(namespace, key), size, meta, session.dp_rank, block)
             node = PoolNode(block, State.RESERVED, 1, generation=generation)
             reason = self._reserve(space, node, refused)
             if reason is None:

@@ -27,8 +27,8 @@ class BlockMap:
 
     def get(self, block_id: BlockId) -> Block | None:
         """Return the block of this identity."""
-        found = self._spaces.get(block_id[0])
-        return None if found is None else found.get(block_id[1])
+        found = self._spaces.get(block_id.namespace)
+        return None if found is None else found.get(block_id.key)
 
     def pop(self, block: Block) -> Block | None:
         """Take out the one that has this block's identity."""

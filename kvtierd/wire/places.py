@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 
+import msgspec
+
 from kvtierd.core.model import EventHash
 
 EVERY_RANK = -1
 """The rank in keys that stand for all attached dp ranks."""
 
 
-class Place(str):
+class Place(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """Where a residency is, to a reader. ``locality`` is ``None`` too where the form cannot say it.
 
-    It is a string of its words because a string keeps its hash: there are millions of keys.
+    There are millions of keys with a place: it keeps its hash, and the collector need not look into them.
     """
-
-    __slots__ = ("group", "locality", "medium", "rank")
 
     rank: int
     group: int
@@ -30,10 +30,8 @@ class Place(str):
 
 @functools.lru_cache(maxsize=1024)
 def place_of(rank: int, group: int, medium: str, locality: str | None) -> Place:
-    """Return the place of these words."""
-    place = Place((rank, group, medium, locality))
-    place.rank, place.group, place.medium, place.locality = rank, group, medium, locality
-    return place
+    """Return the place of these words, one object for all who ask."""
+    return Place(rank, group, medium, locality)
 
 
 ReaderKey = tuple[EventHash, Place]

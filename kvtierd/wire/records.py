@@ -92,7 +92,6 @@ _STORED, _REMOVED, _KEPT = int(Kind.STORED), int(Kind.REMOVED), int(Kind.KEPT)
 _REMOVAL = EventKind.REMOVED
 _PLAIN, _NAMING = array_head(2), array_head(4)
 _Raw = msgspec.Raw
-_new = tuple.__new__
 _encode = msgspec.msgpack.Encoder().encode
 _records = msgspec.msgpack.Decoder(Record)
 _headers = msgspec.msgpack.Decoder(tuple[str])
@@ -264,7 +263,7 @@ class HistoryReader:
         try:
             for entry in record.entries:
                 key = entry.key
-                block_id = _new(BlockId, (self._namespaces[entry.namespace], key))
+                block_id = BlockId(self._namespaces[entry.namespace], key)
                 size, before = entry.payload_bytes, self._last
                 block = self._last = Block.of(block_id, size, entry.meta, entry.dp_rank, before)
                 self._apply(record.at, entry.kind, self._tiers[entry.tier], block)

@@ -45,7 +45,7 @@ _U64 = (1 << 64) - 1
 _LOCALITIES = frozenset(locality.value for locality in Locality)
 
 
-class Resident(NamedTuple):
+class Resident(msgspec.Struct, frozen=True, gc=False):
     """What tells an engine's residencies apart."""
 
     rank: int
@@ -202,13 +202,18 @@ def removals(keys: Iterable[Resident]) -> Iterator[WireEvent]:
     hashes: list[EventHash] = []
     last: Resident | None = None
     for key in keys:
-        if last is not None and (last[2:] != key[2:] or len(hashes) == MAX_HASHES):
+        if last is not None and (not _together(last, key) or len(hashes) == MAX_HASHES):
             yield _removal(last, hashes)
             hashes = []
         hashes.append(key.hash)
         last = key
     if last is not None:
         yield _removal(last, hashes)
+
+
+def _together(one: Resident, other: Resident) -> bool:
+    """Return whether one event can take both back."""
+    return (one.group, one.medium, one.locality) == (other.group, other.medium, other.locality)
 
 
 def _removal(key: Resident, hashes: Sequence[EventHash]) -> BlockRemoved:

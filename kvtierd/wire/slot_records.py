@@ -28,7 +28,7 @@ from kvtierd.core.ledger import (
     Unmapped,
     Vacated,
 )
-from kvtierd.core.model import Block, BlockMeta, Count, Index, Layout, WireKey, group_of
+from kvtierd.core.model import Block, BlockId, BlockMeta, Count, Index, Layout, WireKey, group_of
 from kvtierd.wire.described import packed_meta
 from kvtierd.wire.frames import UNDECODABLE, Torn, Unreadable, bodies, checked, read_magic
 
@@ -198,7 +198,7 @@ class SlotReader:
         self.placed += 1
         slot, key, blocks = entry.slot, entry.key, self.state.blocks
         size, before = sizes[group_of(key)], self._last
-        block = self._last = Block.of((namespace, key), size, entry.meta, entry.dp_rank, before)
+        block = self._last = Block.of(BlockId(namespace, key), size, entry.meta, entry.dp_rank, before)
         if slot in blocks:
             del blocks[slot]  # its new place is at the end
         blocks[slot] = _new(Placed, (slot, entry.generation, block))

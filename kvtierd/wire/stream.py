@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from kvtierd.core.model import EventHash
 from kvtierd.wire.batches import encode_changes
@@ -47,14 +49,14 @@ class Limits:
     max_bytes: int = MAX_BYTES
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """A batch as it was sent, and what it said. ``cost``: bytes of memory that it holds, at most."""
 
     sequence: int
     payload: bytes
     ts: float
     rank: int
-    changes: Sequence[Change]
+    changes: tuple[Change, ...]
     cost: int
 
 
@@ -176,7 +178,7 @@ class StreamLog:
         # What is kept of a block (its words and the change's own objects) weighs less than twice its event;
         # it is shared with the core while the block is resident, so this is the upper bound.
         cost = len(payload) + 2 * held_by(changes)
-        self._ring.append(Entry(sequence, payload, ts, rank, changes, cost))
+        self._ring.append(Entry(sequence, payload, ts, rank, tuple(changes), cost))
         self._ring_cost += cost
         self._trim()
         return payload

@@ -135,4 +135,4 @@ def _smoothed(row: Sequence[float]) -> list[float]:
 
 def _mixed(block_id: BlockId) -> int:
     """Return a number below ``_HASH_SPAN`` that depends on nothing but the name."""
-    return int.from_bytes(block_id[1][_SALIENT], "big") * _MIX % _HASH_SPAN
+    return int.from_bytes(block_id.key[_SALIENT], "big") * _MIX % _HASH_SPAN

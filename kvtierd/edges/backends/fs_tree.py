@@ -108,7 +108,7 @@ def check_id(block_id: BlockId) -> None:
     Raises:
         OSError: EINVAL.
     """
-    namespace, key = block_id
+    namespace, key = block_id.namespace, block_id.key
     if not is_namespace(namespace) or not 1 <= len(hash_of(key)) <= 64 or group_of(key) >= 4 * 10**9:
         raise OSError(errno.EINVAL, "namespace or key out of bounds")
 

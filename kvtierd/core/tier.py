@@ -406,7 +406,8 @@ class SecondaryTier(Tier):
         """Make a block of the set visible and announce it."""
         node.state = State.RESIDENT
         self.used += node.size
-        self.used_at(node.block.id, now)
+        if self.spec.ttl is not None:
+            self.used_at(node.block.id, now)
         self.announce(EventKind.STORED, node.block)
 
     def forget(self, node: StoredNode, why: Departure) -> None:
@@ -415,13 +416,13 @@ class SecondaryTier(Tier):
         assert node.account is not None, node
         self.count(why, node.account)
         self.used -= node.size
-        self.ages.pop(node.block.id, None)
-        self.overdue.pop(node.block.id, None)
-        self.unaged.pop(node.block.id, None)
-        self.asked.pop(node.block.id, None)
+        block_id = node.block.id
+        for notes in (self.ages, self.overdue, self.unaged, self.asked):
+            if notes:  # as hardly ever; to look an id up costs more
+                notes.pop(block_id, None)
         if self.scanning:
-            self.removed_in_scan.add(node.block.id)
-        if node.block.id in self.unannounced:
-            del self.unannounced[node.block.id]
+            self.removed_in_scan.add(block_id)
+        if self.unannounced and block_id in self.unannounced:
+            del self.unannounced[block_id]
         else:
             self.announce(EventKind.REMOVED, node.block)

@@ -1,6 +1,7 @@
 """``kvtierd bench scale``: what the core costs with more and more blocks; each size in its own process.
 
-Requests come through the wire's door, so that blocks weigh what they weigh in a daemon.
+Requests come through the wire's door, so that blocks weigh what they weigh in a daemon. Events go into the
+stream's books only where those are measured.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvtierd.core.model import BlockKey, BlockMeta, Group, Layout, Medium, block
 from kvtierd.core.policies import Auto
 from kvtierd.core.stimuli import Asked, Attach, Commit, Lookup, PrepareStore
 from kvtierd.core.tier import TierSpec
+from kvtierd.testing.books import Books
 from kvtierd.wire.messages import decode_client, encode
 
 CHAIN = 64
@@ -46,13 +48,15 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
     """Measure with so many resident blocks; the smallest size is the bare one of the others.
 
     But for some: a lookup is also beside a bare dictionary of as many keys, whose time grows with the misses
-    of the processor's caches; the longest garbage collection is beside one of everything, which the daemon
-    avoids; a token is that of blocks with token ids, beside blocks without; what blocks hold is what their
-    objects take, and the rest of the memory is that of an allocator and of tables that grew.
+    of the processor's caches; the longest garbage collection, with the stream's books, is beside one of
+    everything, which the daemon avoids; those books come on top of the memory; a token is that of blocks with
+    token ids, beside blocks without; what blocks hold is what their objects take, and the rest of the memory
+    is that of an allocator and of tables that grew.
     """
     found = [_in_a_child(size) for size in sizes]
+    booked = [_in_a_child(size, "books") for size in sizes]
     figures = []
-    for size, values in zip(sizes, found, strict=True):
+    for size, values, books in zip(sizes, found, booked, strict=True):
         for name, unit in (
             ("lookup, a key", "us"),
             ("store with eviction, a block", "us"),
@@ -61,10 +65,12 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
             figures.append(Figure(f"{size:,} blocks: {name}", values[name], unit, found[0][name]))
         lookup, bare = values["lookup, a key"], values["lookup, bare"]
         figures.append(Figure(f"{size:,} blocks: lookup beside a dictionary's", lookup, "us", bare))
-        waits, pause = values["lookup of 16, p99.9"], values["longest collection"]
+        waits, pause = values["lookup of 16, p99.9"], books["longest collection"]
         figures.append(Figure(f"{size:,} blocks: lookup of 16, p99.9", waits, "us"))
-        figures.append(Figure(f"{size:,} blocks: longest collection", pause, "us", values["full collection"]))
-    tokens = (_in_a_child(sizes[0], tokens=True)["memory"] - found[0]["memory"]) / TOKENS
+        figures.append(Figure(f"{size:,} blocks: longest collection", pause, "us", books["full collection"]))
+        held = books["memory"]
+        figures.append(Figure(f"{size:,} blocks: memory with the stream's books", held, "B/block"))
+    tokens = (_in_a_child(sizes[0], "tokens")["memory"] - found[0]["memory"]) / TOKENS
     held, with_ids = held_by_a_block(sizes[0]), held_by_a_block(sizes[0], tokens=True)
     return [
         *figures,
@@ -90,18 +96,19 @@ def held_by_a_block(size: int, *, tokens: bool = False) -> float:
         tracemalloc.stop()
 
 
-def _in_a_child(size: int, *, tokens: bool = False) -> dict[str, float]:
-    command = [sys.executable, "-m", "kvtierd.cli.bench_scale", str(size), *(["tokens"] if tokens else [])]
+def _in_a_child(size: int, *more: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "kvtierd.cli.bench_scale", str(size), *more]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # noqa: S603 - our own module
     values: dict[str, float] = json.loads(done.stdout)
     return values
 
 
 class _Core:
-    """A ladder without edges, filled with prompts of ``CHAIN`` blocks."""
+    """A ladder without edges, filled with prompts of ``CHAIN`` blocks, whose events ``books`` may take."""
 
-    def __init__(self, blocks: int, *, tokens: bool) -> None:
+    def __init__(self, blocks: int, *, tokens: bool = False, books: Books | None = None) -> None:
         self._tokens = tokens
+        self._books = books
         self.blocks = blocks
         self.ladder = Ladder(
             pool_id="bench",
@@ -147,7 +154,9 @@ class _Core:
         assert isinstance(prepared, Prepared)
         commit = Commit(id=3, job=prepared.job, generation=prepared.generation, pool_id="bench")
         self.ladder.handle(Asked(1, commit), 0.0)
-        self.ladder.take_events()
+        events = self.ladder.take_events()
+        if self._books is not None:
+            self._books.tell(events)
         self.made += 1
 
     def lookup(self, keys: Sequence[BlockKey]) -> Asked:
@@ -155,8 +164,8 @@ class _Core:
         return Asked(1, Lookup(id=4, keys=tuple(keys)))
 
 
-def _one(size: int, *, tokens: bool) -> dict[str, float]:
-    core = _Core(size, tokens=tokens)
+def _one(size: int, *, tokens: bool, books: bool) -> dict[str, float]:
+    core = _Core(size, tokens=tokens, books=Books(namespace=_LAYOUT.namespace()) if books else None)
     tame_collector()
     before = _rss()
     with _collections() as pauses:
@@ -233,4 +242,4 @@ def _rss() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_one(int(sys.argv[1]), tokens="tokens" in sys.argv[2:])))
+    print(json.dumps(_one(int(sys.argv[1]), tokens="tokens" in sys.argv, books="books" in sys.argv)))

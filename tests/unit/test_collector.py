@@ -12,15 +12,13 @@ from kvtierd.core.model import BlockId, EventKind, Medium, TierEvent
 from kvtierd.core.policies import POLICIES
 from kvtierd.core.tier import TierSpec
 from kvtierd.edges.backends.fs_segments import SlotMap
+from kvtierd.testing.books import Books
 from kvtierd.testing.events_bench import stored
 from kvtierd.testing.rig import LadderRig, key
-from kvtierd.wire.announced import Announced, History, TierLabel
 from kvtierd.wire.hold import Hold
 from kvtierd.wire.kvevents import BlockStored, Form, to_wire
-from kvtierd.wire.projection import Projection, View, runs_of
-from kvtierd.wire.records import RecordWriter
+from kvtierd.wire.projection import View
 from kvtierd.wire.relay import EngineCache, residents
-from kvtierd.wire.stream import Limits, StreamLog, split
 
 BLOCKS = 2048
 BATCH = 32
@@ -59,20 +57,11 @@ def core(policy: str) -> Grow:
 
 
 def stream(view: View) -> Grow:
-    label = TierLabel("cpu", Medium.CPU, None)
-    announced, records = Announced([label], History()), RecordWriter([label], ["bench"])
-    announced.begin()
-    projection, log = Projection(view), StreamLog(Limits(10_000, 64 << 20), view)
-    numbers, batches = itertools.count(), itertools.count()
+    books, numbers = Books(view), itertools.count()
 
     def grow(blocks: int) -> None:
         for _ in range(blocks // BATCH):
-            events = [stored(number) for number in itertools.islice(numbers, BATCH)]
-            told = announced.advance(events).events
-            records.changes(1.0, told)
-            for run in runs_of(projection.apply(told)):
-                for part in split(run.changes):
-                    log.append(next(batches), 1.0, run.rank, part)
+            books.tell([stored(number) for number in itertools.islice(numbers, BATCH)])
 
     return grow
 

@@ -8,9 +8,6 @@ from itertools import chain, takewhile
 from kvtierd.wire.places import ReaderKey
 from kvtierd.wire.projection import Change
 
-Numbered = tuple[int, Change]
-"""A change, and the number of the batch that told it."""
-
 
 class Folded:
     """The net effect of all batches before a log's ring; the latest change of a key is the last.
@@ -21,8 +18,8 @@ class Folded:
     def __init__(self, max_tombstones: int) -> None:
         self._max_tombstones = max_tombstones
         self._known: dict[ReaderKey, Change] = {}
-        self._stored: dict[ReaderKey, Numbered] = {}
-        self._gone: dict[ReaderKey, Numbered] = {}
+        self._stored: dict[ReaderKey, Change] = {}
+        self._gone: dict[ReaderKey, Change] = {}
         self.floor = -1
         """Latest number whose removals may have been forgotten."""
         self.forgotten = 0
@@ -67,19 +64,20 @@ class Folded:
                     gone.pop(key, None)
                 into = stored
             before = len(into)
-            into[key] = sequence, change
+            change.number = sequence
+            into[key] = change
             if len(into) == before:  # it was there, such as a store that is told once more: to the end
                 into[key] = into.pop(key)
         self.ranks.update([place.rank for place in {change.key[1] for change in changes}])
         while len(gone) > self._max_tombstones:
-            self.floor = gone.pop(next(iter(gone)))[0]
+            self.floor = gone.pop(next(iter(gone))).number
             self.forgotten += 1
 
     def renumber(self, number: int) -> None:
         """Date all that is known back to ``number``; a new count of numbers goes on after it."""
-        stored = chain(self._known.items(), ((key, change) for key, (_, change) in self._stored.items()))
-        self._stored = {key: (number, change) for key, change in stored}
-        self._gone = {key: (number, change) for key, (_, change) in self._gone.items()}
+        self._stored = self._known | self._stored
+        for change in chain(self._stored.values(), self._gone.values()):
+            change.number = number
         self._known = {}
         self.floor = -1
 
@@ -89,10 +87,10 @@ class Folded:
         From 0, where the reader knows nothing yet, no removals. Copies: the rest may change meanwhile.
         """
         if start == 0:
-            return [], self._known | {key: change for key, (_, change) in self._stored.items()}
+            return [], self._known | self._stored
         return list(_latest(self._gone, start).values()), _latest(self._stored, start)
 
 
-def _latest(changes: dict[ReaderKey, Numbered], start: int) -> dict[ReaderKey, Change]:
-    found = list(takewhile(lambda item: item[1][0] >= start, reversed(changes.items())))
-    return {key: change for key, (_, change) in reversed(found)}
+def _latest(changes: dict[ReaderKey, Change], start: int) -> dict[ReaderKey, Change]:
+    found = list(takewhile(lambda item: item[1].number >= start, reversed(changes.items())))
+    return dict(reversed(found))

@@ -49,9 +49,9 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
 
     But for some: a lookup is also beside a bare dictionary of as many keys, whose time grows with the misses
     of the processor's caches; the longest garbage collection, with the stream's books, is beside one of
-    everything, which the daemon avoids; those books come on top of the memory; a token is that of blocks with
-    token ids, beside blocks without; what blocks hold is what their objects take, and the rest of the memory
-    is that of an allocator and of tables that grew.
+    everything, which the daemon avoids; the memory with those books includes the core's; a token is that of
+    blocks with token ids, beside blocks without; what blocks hold is what their objects take, and the rest of
+    the memory is that of an allocator and of tables that grew.
     """
     found = [_in_a_child(size) for size in sizes]
     booked = [_in_a_child(size, "books") for size in sizes]
@@ -68,8 +68,8 @@ def measure(sizes: Sequence[int]) -> list[Figure]:
         waits, pause = values["lookup of 16, p99.9"], books["longest collection"]
         figures.append(Figure(f"{size:,} blocks: lookup of 16, p99.9", waits, "us"))
         figures.append(Figure(f"{size:,} blocks: longest collection", pause, "us", books["full collection"]))
-        held = books["memory"]
-        figures.append(Figure(f"{size:,} blocks: memory with the stream's books", held, "B/block"))
+        both = f"{size:,} blocks: memory with the stream's books"
+        figures.append(Figure(both, books["memory"], "B/block"))
     tokens = (_in_a_child(sizes[0], "tokens")["memory"] - found[0]["memory"]) / TOKENS
     held, with_ids = held_by_a_block(sizes[0]), held_by_a_block(sizes[0], tokens=True)
     return [

@@ -65,7 +65,7 @@ def group_of(key: BlockKey) -> int:
 class BlockId(msgspec.Struct, frozen=True, order=True, gc=False):
     """A block's identity in the daemon: equal keys of different namespaces are different blocks.
 
-    A struct: unlike named tuples they are not walked by the collector, half as big, and made in a third.
+    A struct: unlike a named tuple it is not walked by the collector, half as big, and made in 49 ns, not 131.
     """
 
     namespace: str

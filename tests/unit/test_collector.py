@@ -57,7 +57,7 @@ def core(policy: str) -> Grow:
 
 
 def stream(view: View) -> Grow:
-    books, numbers = Books(view), itertools.count()
+    books, numbers = Books(view, ring_batches=8), itertools.count()
 
     def grow(blocks: int) -> None:
         for _ in range(blocks // BATCH):
@@ -93,7 +93,7 @@ def relayed() -> Grow:
 
 VIEWS = {
     "as it is": View(),
-    "an event for a block": View(one_block=True),
+    "many blocks in an event": View(one_block=False),
     "arrays": View(form=Form.ARRAY),
     "each rank": View(each_rank=True),
     "orphans": View(reannounce=True),

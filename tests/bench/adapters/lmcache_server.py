@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 import lines  # first: it takes standard output
+import ports
 import torch
 from lmcache.cli.commands.bench.server_bench import client as bench
 from lmcache.cli.commands.bench.server_bench import helpers
@@ -61,10 +61,7 @@ class Daemon:
         return [self.process.pid]
 
     def _start(self, gigabytes: int) -> tuple[subprocess.Popen[bytes], str]:
-        with socket.socket() as one, socket.socket() as two:
-            for probe in (one, two):
-                probe.bind(("127.0.0.1", 0))
-            port, http = (probe.getsockname()[1] for probe in (one, two))
+        port, http = ports.free_ports(2)
         command = [
             sys.executable,
             *("-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)),
@@ -73,13 +70,7 @@ class Daemon:
             *(("--shm-name", self.name) if self.mode == "engine_driven" else ()),
         ]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        end = time.monotonic() + DEADLINE
-        with socket.socket() as probe:
-            while probe.connect_ex(("127.0.0.1", port)):
-                if process.poll() is not None or time.monotonic() > end:
-                    process.kill()
-                    raise RuntimeError("LMCache's server did not start")
-                time.sleep(0.05)
+        ports.wait_for_port(process, port, DEADLINE)
         return process, f"tcp://127.0.0.1:{port}"
 
     def _request(self, tokens: tuple[int, ...]) -> bench.RequestContext:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import tempfile
 import threading
@@ -11,12 +10,13 @@ from pathlib import Path
 
 import lines  # first: it takes standard output
 import openlake_client
+import ports
 from openlake_client import Client
 
 BATCH = 16
 SLOT_HEADER = 54
 """Bytes that its own connector adds to a block."""
-DEADLINE = 30.0
+
 
 CONFIG = """\
 self_id = 0
@@ -61,20 +61,11 @@ class Daemon:
     def _start(self, capacity: int) -> tuple[subprocess.Popen[bytes], str]:
         program = Path(openlake_client.__file__).parent / "openlaked"
         program.chmod(0o755)
-        with socket.socket() as one, socket.socket() as two:
-            for probe in (one, two):
-                probe.bind(("127.0.0.1", 0))
-            rpc, s3 = (probe.getsockname()[1] for probe in (one, two))
+        rpc, s3 = ports.free_ports(2)
         config = Path(self.folder.name) / "openlake.toml"
         config.write_text(CONFIG.format(rpc=rpc, s3=s3, capacity=capacity))
         process = subprocess.Popen([program, "--config", config], stdin=subprocess.DEVNULL)
-        end = time.monotonic() + DEADLINE
-        with socket.socket() as probe:
-            while probe.connect_ex(("127.0.0.1", rpc)):
-                if process.poll() is not None or time.monotonic() > end:
-                    process.kill()
-                    raise RuntimeError("openlaked did not start")
-                time.sleep(0.02)
+        ports.wait_for_port(process, rpc)
         return process, f"127.0.0.1:{rpc}"
 
     def _client(self, number: int) -> Client:
@@ -135,7 +126,7 @@ class Daemon:
     def close(self) -> None:
         self.client.close()
         self.process.terminate()
-        self.process.wait(DEADLINE)
+        self.process.wait(ports.DEADLINE)
         for left in Path("/dev/shm").glob(f"openlake_kv_{self.process.pid}_*"):
             left.unlink()  # it does not do that itself
         self.folder.cleanup()

@@ -7,6 +7,7 @@ import pytest
 from kvtierd.core.model import Block, BlockId, BlockMeta, EventKind, Medium, TierEvent, block_key
 from kvtierd.testing.consumer import ReferenceConsumer
 from kvtierd.wire import stream
+from kvtierd.wire.folded import Folded
 from kvtierd.wire.kvevents import decode_batch
 from kvtierd.wire.projection import Projection, View, runs_of
 from kvtierd.wire.stream import END, Limits, StreamLog, encode_sequence, split
@@ -230,3 +231,12 @@ def test_without_tokens_a_replay_from_the_base_has_none_either():
     events = [told for _, payload in source.log.since(0) for told in decode_batch(payload).events]
     assert events
     assert not any(getattr(told, "token_ids", ()) for told in events)
+
+
+def test_a_change_that_is_told_again_has_the_number_of_the_last_time():
+    one, two = Projection(View()).apply([event(1), event(2)])
+    folded = Folded(10)
+    for number, change in enumerate([one, two, one]):
+        folded.fold(number, 1.0, 0, [change])
+    for start, latest in ((1, [two, one]), (2, [one]), (3, [])):
+        assert list(folded.changed_since(start)[1].values()) == latest

@@ -133,7 +133,7 @@ def test_readiness_waits_for_the_whole_pool_and_every_series_is_there_meanwhile(
             filled.append(early["kvtierd_pool_prefaulted_bytes", ()])
         for path, code in codes.items():
             seen[path].add(code)
-        return codes["/readyz"] == 200
+        return set(codes.values()) == {200}  # the start may be over between two of the questions
 
     starting = threading.Thread(target=port.rig.start)
     starting.start()
